@@ -83,7 +83,7 @@ TABLE_1 = (
     "dapo",
 )
 
-# Old names of keys: a file or flag that has one is refused with the new one.
+# Old names of keys, which committed rows of studies have.
 RENAMED = {
     "rollout.carry_over_steps": "rollout.partial_rollout_steps",
     "algo.gate": "algo.policy_loss",

@@ -12,6 +12,7 @@ evaluates a Hugging Face directory, or ORG/NAME on its hub, with no config and n
 """
 
 import collections
+import contextlib
 import json
 import math
 import pathlib
@@ -126,7 +127,7 @@ def summarize(groups: Sequence[Group]) -> dict[str, float]:
     }
 
 
-class Evaluation:
+class Evaluation(contextlib.AbstractContextManager):
     """Evaluates sets in a session that may sample other groups beside theirs.
 
     All requests are submitted at once: where this is done first, the tails of training's groups and
@@ -144,9 +145,6 @@ class Evaluation:
         for stream, (_, chosen) in self._sets.items():
             for cursor, prompt in enumerate(chosen.dataset.prompts):
                 session.submit(cursor, prompt, group_size=chosen.k, stream=stream)
-
-    def __enter__(self) -> "Evaluation":
-        return self
 
     def __exit__(self, *error) -> None:
         self._grading.__exit__(*error)
@@ -178,19 +176,21 @@ class Evaluation:
         return results
 
 
-def settings_of(config: ConfigDict, named: Mapping | None = None) -> dict[str, dict]:
+def settings_of(config: ConfigDict, *, of_model: bool = False) -> dict[str, dict]:
     """Returns all that an evaluation's numbers depend on beside the policy, by set; JSON-able.
 
-    named: what names the policy, where its directory may have results of several.
+    of_model: with the names of the model and its tokenizer, whose results may lie beside another's.
     """
     common = {
         "seed": config.seed,
         "max_prompt_tokens": config.rollout.max_prompt_tokens,
         "max_response_tokens": config.rollout.max_response_tokens,
         "compute_dtype": config.model.compute_dtype,
-        **(named or {}),
         **hub.record(),
     }
+    if of_model:
+        common["model"] = config.model.path
+        common |= {f"tokenizer.{key}": value for key, value in config.tokenizer.items()}
     filled = {name: settings | common for name, settings in eval_settings(config).items()}
     return json.loads(json.dumps(filled))  # tuples become lists, as they are read back
 
@@ -249,10 +249,9 @@ def main(_):
         if theirs := hosts.on_main(lambda: config_of_run(workdir)):
             config_flags.fill_open(config, theirs)
             policy.require_same(config, theirs, f"the run in {workdir}")
-        how = {"reads": "evaluation", "fit": lambda run: auto_sizes.fit_training(config)}
-        run = open_run(config, workdir, "policy", step=given.step, **how)
+        run = open_run(config, workdir, "policy", reads="evaluation", step=given.step)
     say("\n".join([*run.chosen, *run.data.report_lines()]))
-    settings = settings_of(config, named(config) if given.model else None)
+    settings = settings_of(config, of_model=bool(given.model))
     sets = run.data.eval_sets
 
     def keep(name, groups):
@@ -277,15 +276,8 @@ def main(_):
 def fit_model(run: Run) -> None:
     """Fills in lengths and cache for the evaluation sets of a model alone."""
     sets = run.data.eval_sets.values()
-    prompts = [prompt for of_set in sets for prompt in of_set.dataset.prompts]
-    auto_sizes.fit_lengths(run.config, max(len(prompt.token_ids) for prompt in prompts))
+    auto_sizes.fit_lengths(run.config, run.data.longest_prompt())
     auto_sizes.fit_cache(run.config, sum(len(it.dataset.prompts) * it.k for it in sets))
-
-
-def named(config: ConfigDict) -> dict:
-    """Returns the names of a model and its tokenizer, JSON-able."""
-    tokenizer = json.loads(config.tokenizer.to_json())
-    return {"model": config.model.path, **{f"tokenizer.{key}": v for key, v in tokenizer.items()}}
 
 
 def config_of_run(workdir: pathlib.Path) -> dict | None:

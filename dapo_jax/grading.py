@@ -2,6 +2,8 @@
 
 import bisect
 import concurrent.futures
+import contextlib
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +18,7 @@ from sharding import hosts
 _GRADER = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="grader")
 
 
+@dataclasses.dataclass
 class Graded:
     """Keeps the graded groups of a step, which finish in any order.
 
@@ -23,25 +26,21 @@ class Graded:
     the first group that is not graded yet.
     """
 
-    def __init__(
-        self,
-        cursor: int,
-        success: Callable[[Group], np.ndarray],
-        *,
-        prior_rate: float = 1.0,
-        prior_groups: float = 1.0,
-    ):
+    cursor: int
+    success: Callable[[Group], np.ndarray]
+    prior_rate: float
+    prior_groups: float
+
+    def __post_init__(self):
         self.groups: dict[int, Group] = {}
         self.informative: list[int] = []
-        self.end = self._start = cursor
-        self._success = success
-        self._prior_rate, self._prior_groups = prior_rate, prior_groups
+        self.end = self.cursor
 
     def add(self, groups: Sequence[Group]) -> None:
         """Adds graded groups."""
         for group in groups:
             self.groups[group.cursor] = group
-            if informative_groups(self._success(group)[None])[0]:
+            if informative_groups(self.success(group)[None])[0]:
                 bisect.insort(self.informative, group.cursor)
         while self.end in self.groups:
             self.end += 1
@@ -52,16 +51,16 @@ class Graded:
         The share of informative ones is that of the groups in order: those that finished early
         may be of another kind. The prior counts like a quarter of the step.
         """
-        in_order = self.end - self._start
+        in_order = self.end - self.cursor
         informative = bisect.bisect_left(self.informative, self.end)
-        rate = informative + self._prior_rate * self._prior_groups
-        rate /= in_order + self._prior_groups
+        rate = informative + self.prior_rate * self.prior_groups
+        rate /= in_order + self.prior_groups
         under_way = issued - len(self.groups)
         spread = math.sqrt(under_way * rate * (1 - rate))
         return len(self.informative) + under_way * rate - spread
 
 
-class Grading:
+class Grading(contextlib.AbstractContextManager):
     """Grades finished groups behind the decoding of the next block, a share on each process.
 
     Verdicts are used one block after the group finished, waiting if need be, so that what is
@@ -73,9 +72,6 @@ class Grading:
         self.seconds = {"verify": 0.0, "verify_wait": 0.0}
         self._grade = grade
         self._pending: list[tuple[Group, concurrent.futures.Future | None]] = []
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *error):
         jobs = [job for _, job in self._pending if job is not None]

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from ml_collections import ConfigDict
 
 from configs.base import eval_settings, mixture_settings
+from dapo_jax.cli.failures import brief
 from dapo_jax.logs.files import read_starts
 from dapo_jax.tasks import tokenizer
 from sharding import hosts
@@ -24,7 +25,6 @@ _REPO = r"(?P<repo>[a-zA-Z0-9][\w.-]*/[a-zA-Z0-9][\w.-]*)"
 MODEL = re.compile(rf"(?:hf://)?{_REPO}(?:@(?P<revision>.+))?(?P<file>)", re.ASCII)
 FILE = re.compile(rf"hf://datasets/{_REPO}(?:@(?P<revision>refs/\w+/[^/]+|[^/]+))?/(?P<file>.+)")
 WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
-SHOWN_CHARS = 200  # of an error of huggingface_hub
 ADVICE = (
     "mend the name or the revision, set HF_TOKEN to a token that may read what is private or "
     "gated, unset HF_HUB_OFFLINE to download, or give the path of what `hf download` wrote (a "
@@ -107,10 +107,9 @@ def _downloaded(key: str, name: str, revision: str | None, *, weights=True) -> t
             raise
         local = isinstance(error, library.errors.LocalEntryNotFoundError)  # why not from the hub?
         cause = (local and error.__cause__) or error
-        reason = f"{type(cause).__name__}: {' '.join(str(cause).split())[:SHOWN_CHARS]}"
-        told = f"there is no such path here, and {url} (HF_ENDPOINT) failed: {reason}; {ADVICE}"
+        told = f"there is no such path here, and {url} (HF_ENDPOINT) failed: {brief(cause)}"
         offline = library.constants.HF_HUB_OFFLINE  # else it may be a hub that is down for a while
-        raise OSError(f"{what}: {told}") from (None if offline else error)
+        raise OSError(f"{what}: {told}; {ADVICE}") from (None if offline else error)
     if needed and not any(place.glob(needed)):
         raise FileNotFoundError(f"{what}: {url}, or offline the cache, has no {file or needed}")
     return str(place / file), place.name

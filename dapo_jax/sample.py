@@ -125,7 +125,6 @@ def trained_with(config: ConfigDict) -> str:
 def main(_):
     hosts.start(several=False, cpu_devices=0)
     given = flags.FLAGS
-    sys.stdout.reconfigure(errors="backslashreplace")  # a response may hold any character
     if sys.stdin:
         sys.stdin.reconfigure(errors="replace")
     start = time.perf_counter()

@@ -154,7 +154,7 @@ def test_a_damaged_object_costs_one_checkpoint_and_is_kept(bucket, place):
     damaged = bucket.contents(f"{place}/2/")
     reports = []
     assert_restored(restored(url, reports.append), 1)
-    assert len(reports) == 1 and reports[0].startswith("checkpoint 2 cannot be read (")
+    assert len(reports) == 1 and reports[0].startswith(f"checkpoint 2 in {url} cannot be read (")
     kept = bucket.contents(f"{place}/damaged.2.0/")
     assert list(kept.values()) == list(damaged.values()) and not bucket.names(f"{place}/2/")
     saved(url, 2)

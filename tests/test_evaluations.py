@@ -94,7 +94,7 @@ def test_another_model_or_tokenizer_has_files_of_its_own():
     config, labels = tiny.get_config(), set()
     for changes in ({}, {"model.path": "another"}, {"tokenizer.chat": "template"}):
         config.update_from_flattened_dict(changes)
-        (settings,) = evaluate.settings_of(config, evaluate.named(config)).values()
+        (settings,) = evaluate.settings_of(config, of_model=True).values()
         labels.add(record.settings_label(settings))
     assert len(labels) == 3
 

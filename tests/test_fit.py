@@ -55,7 +55,7 @@ def test_a_directory_and_data_are_enough_to_train(tmp_path):
 def test_rows_hold_the_longest_sequence_and_an_update_has_two_micro_batches_or_more(model):
     config = left_open(tiny.get_config())
     config.mesh.model = model
-    (line,) = auto_sizes.fit_training(config)
+    auto_sizes.fit_training(config)
     c, r, degree = config.learner, config.rollout, 4 // model
     assert c.row_tokens >= r.max_prompt_tokens + r.max_response_tokens - 1
     assert c.row_tokens % learner.ROW_MULTIPLE == 0
@@ -65,10 +65,9 @@ def test_rows_hold_the_longest_sequence_and_an_update_has_two_micro_batches_or_m
     group = r.max_prompt_tokens + r.group_size * auto_sizes.MEAN_SHARE * r.max_response_tokens
     expected = r.num_prompts / config.updates_per_step * group / degree
     assert tokens <= expected / 2 + learner.ROW_MULTIPLE
-    assert all(f"{key} = {it}" in line for key, it in zip(OPEN, values(config), strict=True))
     chosen = values(config)
-    assert auto_sizes.fit_training(config) == []  # what is set stays, and nothing is said
-    assert values(config) == chosen
+    auto_sizes.fit_training(config)
+    assert values(config) == chosen  # what is set stays
 
 
 def test_the_cache_has_a_slot_for_every_request_of_the_first_generation_batch():
@@ -78,8 +77,8 @@ def test_the_cache_has_a_slot_for_every_request_of_the_first_generation_batch():
     wanted = r.generation_prompts * r.group_size / 4
     assert wanted <= slots(config) < 1.5 * wanted
     r.slot_tokens, r.cache_mib = r.max_response_tokens, 0
-    (line,) = auto_sizes.fit_training(config)
-    assert (r.slot_tokens, "slot_tokens" in line) == (r.max_response_tokens, False)
+    auto_sizes.fit_training(config)
+    assert r.slot_tokens == r.max_response_tokens
 
 
 @pytest.mark.parametrize(

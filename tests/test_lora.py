@@ -206,7 +206,7 @@ def test_a_start_model_that_has_changed_is_refused(run, tmp_path, changed):
         file.write_bytes(file.read_bytes()[:-4] + b"\0\0\0\0")
     message = rf"checkpoint 1 in .* began with another model: model\.path: {changed} differs"
     for step in (None, 0):
-        with pytest.raises(fingerprint.OtherRunError, match=message):
+        with pytest.raises(ValueError, match=message):
             policy.restored(components.programs(config, 384), checkpoints, step)
-    with pytest.raises(fingerprint.OtherRunError, match=message):
+    with pytest.raises(ValueError, match=message):
         convert.convert(f"run:{tmp_path / 'run'}", f"hf:{tmp_path / 'hf'}", dtype="float32")

@@ -6,7 +6,6 @@ changes it, since no odd factor has a zero divisor there; of other damage about 
 unseen. The factor is a product of one factor an axis: memory is read once, and nothing is copied.
 """
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,18 +14,14 @@ import numpy as np
 
 from sharding import hosts
 
-MODULUS = 2**64
 # Where a shard begins in its array, and its part of the array's digest.
-Part = tuple[tuple[int, ...], jax.Array | int]
+Part = tuple[tuple[int, ...], int]
 
 
-def described(state, sums: Mapping[str, Sequence[Part]] | None = None) -> dict:
-    """Lists (dtype and shape, digest) of every array, by name; all processes call it.
-
-    sums: `sums_on_devices` of the state; None: computed now.
-    """
-    mine = on_host(sums_on_devices(state) if sums is None else sums)
-    everyone = hosts.gather({name: sum(it for _, it in parts) for name, parts in mine.items()})
+def described(state) -> dict:
+    """Lists (dtype and shape, digest) of every array, by name; all processes call it."""
+    mine = {name: sum(it for _, it in parts) for name, parts in parts_of(state).items()}
+    everyone = hosts.gather(mine)
     leaves = named(state)
     return {
         name: (shape_text(leaf), text(sum(theirs[name] for theirs in everyone)))
@@ -34,15 +29,15 @@ def described(state, sums: Mapping[str, Sequence[Part]] | None = None) -> dict:
     }
 
 
-def sums_on_devices(tree, *, replicas: bool = False) -> dict[str, list[Part]]:
-    """Begins to compute this process's parts of every array's digest where they are.
+def parts_of(tree, *, replicas: bool = False) -> dict[str, list[Part]]:
+    """Computes this process's parts of every array's digest, where the arrays are.
 
     replicas: also of shards that other devices have too. Each device's memory is read once. Every
     device works for itself: with an exchange in them, so many programs at once would wait for each
     other's threads on a CPU.
     """
     with jax.enable_x64(True):
-        return {
+        sums = {
             name: [
                 (starts, _sum(shard.data, [np.uint64(start) for start in starts]))
                 for shard in leaf.addressable_shards
@@ -51,14 +46,9 @@ def sums_on_devices(tree, *, replicas: bool = False) -> dict[str, list[Part]]:
             ]
             for name, leaf in named(tree).items()
         }
-
-
-def on_host(sums: Mapping[str, Sequence[Part]]) -> dict[str, list[Part]]:
-    """Waits for the parts, and returns them as numbers."""
-    return {
-        name: [(starts, int(part)) for starts, part in parts]
-        for name, parts in jax.device_get(sums).items()
-    }
+    # All at once, when every device has begun.
+    found = jax.device_get(sums).items()
+    return {name: [(starts, int(part)) for starts, part in parts] for name, parts in found}
 
 
 @jax.jit  # a program a shape: weights and both moments share it
@@ -83,7 +73,7 @@ def _factors(axis: int, positions):
 
 def text(total: int) -> str:
     """Writes a sum of parts as a digest."""
-    return f"{total % MODULUS:016x}"
+    return f"{total % 2**64:016x}"
 
 
 def named(tree) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from ml_collections import ConfigDict
 from configs.base import MAY_CHANGE, OF_POLICY, eval_settings, mixture_settings
 from dapo_jax import hub, losses
 from dapo_jax.cli.config_flags import config_differences
-from dapo_jax.logs.files import read_rows
 from dapo_jax.tasks import tokenizer
 from dapo_jax.types import Prompt
 from models import families
@@ -34,13 +33,6 @@ WEIGHTS = ".safetensors"
 OURS = ("dapo_jax", "models", "sharding", "configs")  # packages whose state a commit says
 INSTALLED = ("site-packages", "dist-packages")
 CONFIG_MODULES = ("config_config", "__main__")  # what a config's file is, by ml_collections too
-# Steps without a checkpoint, in units of checkpoint.every_steps, that a run can have finished when
-# it is killed: one is being saved, one is pending, and the step of the next waits for the first.
-UNSAVED = 3
-
-
-class OtherRunError(ValueError):
-    """A checkpoint is of a run with another config, other data or another model."""
 
 
 def of_run(config: ConfigDict, data) -> dict:
@@ -146,7 +138,7 @@ def _custom(config: ConfigDict) -> Iterator[tuple[str, str, Any]]:
 
 
 def require_start_model(config: ConfigDict, theirs: dict, where: str, *, weights: bool) -> None:
-    """Refuses a model or tokenizer directory that has changed since a run began (OtherRunError).
+    """Refuses a model or tokenizer directory that has changed since a run began (ValueError).
 
     theirs: the fingerprint of a checkpoint of the run. weights: whether the start model's weights
     count too. All processes call it, and divide the weight files among them.
@@ -158,7 +150,7 @@ def require_start_model(config: ConfigDict, theirs: dict, where: str, *, weights
         text for text in _file_differences(theirs["files"], ours) if weights or WEIGHTS not in text
     ]
     if found:
-        raise OtherRunError(
+        raise ValueError(
             f"{where} began with another model: {listed(found)}. Put back the files that the run "
             "was started with"
         )
@@ -219,7 +211,7 @@ def of_file(file: epath.Path) -> str:
 
 
 def require_same(theirs: dict, ours: dict, where: str, report: Callable[[str], None]) -> None:
-    """Refuses to go on with a checkpoint of another run (OtherRunError), by the keys that differ.
+    """Refuses to go on with a checkpoint of another run (ValueError), by the keys that differ.
 
     theirs: the checkpoint's fingerprint. Evaluation sets may change, and the code of keys that may
     (`MAY_CHANGE`): that is reported.
@@ -228,7 +220,7 @@ def require_same(theirs: dict, ours: dict, where: str, report: Callable[[str], N
     was, now = theirs.get("origin"), ours.get("origin")
     if now not in (None, was):
         found.append(f"--start is {now!r}, but it began {'from ' + was if was else 'without one'}")
-    code = list(_file_differences(theirs.get("code", {}), ours["code"]))  # older ones have none
+    code = list(_file_differences(theirs["code"], ours["code"]))
     edited = [text for text in code if not text.startswith(MAY_CHANGE)]
     if found or edited:
         here = ours.get("hub", {})
@@ -236,7 +228,7 @@ def require_same(theirs: dict, ours: dict, where: str, report: Callable[[str], N
             if name in here and here[name] != commit:
                 where += f" ({name} was at commit {commit}, which @ can name)"
         fork = "; with --start=run:WORKDIR@STEP that is a fork, which goes on with the edited code"
-        raise OtherRunError(
+        raise ValueError(
             f"{where} is of another run: {listed(found + edited)}. Give what it had to resume it, "
             "or another --workdir (and checkpoint.directory) to start a new run"
             + (fork if edited else "")
@@ -246,14 +238,14 @@ def require_same(theirs: dict, ours: dict, where: str, report: Callable[[str], N
 
 
 def require_parent(theirs: dict, ours: dict, where: str) -> None:
-    """Refuses to fork a run of another policy, seed or training data (OtherRunError), by key.
+    """Refuses to fork a run of another policy, seed or training data (ValueError), by key.
 
     Its place in the prompt stream means something in the same stream alone. theirs: the fingerprint
     of the checkpoint that the fork goes on with. Of the data the digests count, not how it is named
     or graded.
     """
     if found := list(differences(theirs, ours, among=(*OF_POLICY, "seed"))):
-        raise OtherRunError(
+        raise ValueError(
             f"{where} cannot be forked: {listed(found)}. A fork goes on with the run's model, "
             "tokenizer, LoRA shape, seed and training data; all else may be another"
         )
@@ -272,24 +264,6 @@ def differences(old: dict, new: dict, **keys) -> Iterator[str]:
         for (_, theirs), (key, ours) in zip(before, now, strict=True):
             yield from _data_differences({key: theirs}, {key: ours})
     yield from _file_differences(old["files"], new["files"])
-
-
-def check_checkpoint_is_there(
-    config: ConfigDict, workdir: pathlib.Path, directory, *, begin_step: int = 0
-) -> None:
-    """Refuses to begin a run anew whose rows say that it has saved checkpoints (ValueError).
-
-    begin_step: the run's first; a fork's is not 0.
-    """
-    file = workdir / "metrics.jsonl"
-    finished = max((row["step"] + 1 for row in read_rows(file)), default=0) if file.exists() else 0
-    every = config.checkpoint.every_steps
-    if finished - begin_step >= UNSAVED * every:
-        raise ValueError(
-            f"{file} has {finished} finished steps, but {directory} has no checkpoint, though "
-            f"checkpoint.every_steps is {every}; give the run's checkpoint.directory, or another "
-            "--workdir to start a new run"
-        )
 
 
 def _key(name: str, settings: Mapping) -> str:

@@ -40,10 +40,9 @@ class Progress:
     @classmethod
     def from_json(cls, described: Mapping) -> "Progress":
         """Undoes `to_json`."""
-        found = dict(described)
-        groups = found.pop("carried", found.get("partial", ()))  # an older name
-        found |= {"partial": [_group(it) for it in groups]}
-        return cls(**found | {"retired": dict(found.get("retired", ()))})
+        partial = [_group(it) for it in described.get("partial", ())]
+        retired = dict(described.get("retired", ()))
+        return cls(**{**described, "partial": partial, "retired": retired})
 
 
 def _group_json(group: PartialGroup) -> dict:

@@ -21,7 +21,6 @@ process that raises asks the main one, and leaves when that has said that all is
 
 import collections
 import dataclasses
-import functools
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -139,8 +138,9 @@ class Snapshots:
 
     def _run(self) -> None:
         """Runs the saver: it follows one order after the other, the same on every process."""
+        next_order = self._order if hosts.is_main_host() else self._received_order
         try:
-            while (order := self._next_order()) != "close":
+            while (order := next_order()) != "close":
                 what, *arguments = order.split()
                 if what == "save":
                     if (snapshot := self._snapshot(int(arguments[0]))) is None:
@@ -193,9 +193,6 @@ class Snapshots:
         # Only the main process has a display: the others say it as well, for their own logs.
         say = self.say if hosts.is_main_host() else None
         hosts.leave(f"{self._stop_name}: {message}", hosts.RETRYABLE, say=say)
-
-    def _next_order(self) -> str:
-        return self._order() if hosts.is_main_host() else self._received_order()
 
     def _order(self) -> str:
         """Gives the main host's next order: `save STEP`, `stop NAME [STEP]` or `close`."""
@@ -250,13 +247,9 @@ def host_copy(state):
         return sharding.with_memory_kind(HOST_MEMORY) if HOST_MEMORY in kinds else sharding
 
     shardings = jax.tree.map(lambda leaf: on_host(leaf.sharding), state)
-    leaves, structure = jax.tree.flatten(shardings)
-    return _copy(structure, tuple(leaves))(state)
+    # One function for all calls: JAX compiles it once for the same shapes and shardings.
+    return jax.jit(_copied, out_shardings=shardings)(state)
 
 
-@functools.cache
-def _copy(structure, shardings):
-    def copy(state):
-        return jax.tree.map(jnp.copy, state)
-
-    return jax.jit(copy, out_shardings=jax.tree.unflatten(structure, shardings))
+def _copied(state):
+    return jax.tree.map(jnp.copy, state)

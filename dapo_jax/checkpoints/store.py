@@ -28,10 +28,6 @@ ONE_FOLDER = "checkpoint.directory must be one that all processes see"
 LISTED_SECONDS = 90  # the longest that a machine may list what another has moved (NFS: 60)
 
 
-class WrongStateError(ValueError):
-    """A checkpoint holds other arrays than this run's state, another model's for example."""
-
-
 class DamagedError(ValueError):
     """A checkpoint's files are missing, cut short or not what was saved."""
 
@@ -55,9 +51,7 @@ class Checkpoints:
             directory = directory.absolute()  # as Orbax wants it
         self.fingerprint: dict | None = None
         self._keep = keep
-        if hosts.is_main_host():
-            directory.mkdir(parents=True, exist_ok=True)
-        several = hosts.count() > 1
+        hosts.on_main(lambda: directory.mkdir(parents=True, exist_ok=True))
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             keep_period=keep_period or None,
@@ -68,10 +62,9 @@ class Checkpoints:
             # Named processes wait for each other in the key-value store. Else they would on the
             # devices, and a save would have to wait for what those are doing.
             multiprocessing_options=ocp.options.MultiprocessingOptions(
-                active_processes=set(range(hosts.count())) if several else None
+                active_processes=set(range(hosts.count())) if hosts.count() > 1 else None
             ),
         )
-        hosts.on_main(lambda: None)  # the directory is there for all
 
         def of_item(handler):
             return handler(multiprocessing_options=options.multiprocessing_options)
@@ -144,7 +137,7 @@ class Checkpoints:
 
         require(fingerprint, where=...): raises where it is not a run's that may be read. Raises
         FileNotFoundError, which names those there are, for a step without a checkpoint,
-        DamagedError, and WrongStateError, which names the arrays that differ, for another model's.
+        DamagedError, and ValueError, which names the arrays that differ, for another model's.
         """
         steps = self._agreed_steps()
         if step not in steps:
@@ -182,7 +175,7 @@ class Checkpoints:
         if outcome == DAMAGED:  # it may have been the reading
             content, outcome, why = self._read_once(step, abstract_state, require)
         if outcome == DAMAGED:
-            raise DamagedError(f"checkpoint {step} cannot be read ({why})")
+            raise DamagedError(f"checkpoint {step} in {self.directory} cannot be read ({why})")
         if outcome == TRANSIENT:
             raise OSError(errno.ETIMEDOUT, why, str(self.directory / str(step)))
         if outcome == REFUSED:
@@ -200,7 +193,7 @@ class Checkpoints:
             manifest = _reading(lambda: _read_manifest(folder / "manifest" / "metadata"))
             self._require_same(step, abstract_state, manifest, require)
             content = _reading(lambda: self._restored(folder, abstract_state))
-            parts = digests.on_host(digests.sums_on_devices(content[0], replicas=True))
+            parts = digests.parts_of(content[0], replicas=True)
             if json_digest(content[1]) != manifest["progress"]:
                 outcome, why = DAMAGED, "its progress is not what was saved"
         except DamagedError as error:
@@ -242,7 +235,7 @@ class Checkpoints:
             if there.get(name) != here.get(name)
         ]
         if differing:
-            raise WrongStateError(
+            raise ValueError(
                 f"checkpoint {step} in {self.directory} is of another model: "
                 f"{fingerprint.listed(differing)}. Give the model that it was trained from, or "
                 "another --workdir"
@@ -284,8 +277,6 @@ def _read_manifest(file: epath.Path) -> dict:
     digest = manifest.pop("digest")
     if json_digest(manifest) != digest:
         raise ValueError(f"{file} is not what was saved")
-    if "identity" in manifest:  # an older name
-        manifest["fingerprint"] = manifest.pop("identity")
     return manifest | {"digest": digest}
 
 

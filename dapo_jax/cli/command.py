@@ -4,8 +4,7 @@ absl and ml_collections would show their own traceback for a misspelt key or pre
 the same. `--debug` shows the traceback.
 """
 
-import contextlib
-import os
+import inspect
 import sys
 import traceback
 from collections.abc import Callable
@@ -33,23 +32,14 @@ def run(main: Callable[[list[str]], None]) -> None:
                 raise
             line, status = failures.explain(error)
             end_all(f"error: {line}", code=status)
-            print(f"error: {line}\n(--debug shows where)", file=sys.stderr)
+            said = f"error: {line}\n(--debug shows where)"
             if failures.is_refusal(error):
+                print(said, file=sys.stderr)
                 sys.exit(status)
-            leave(status)
+            # At once: what could not be written would fail again at the regular end, in tracebacks.
+            hosts.leave(said, status)
 
     app.run(guarded, flags_parser=parse_flags)
-
-
-def leave(status: int) -> None:
-    """Ends the process at once: what it could not write would fail again at its regular end.
-
-    Libraries' own writers, and Python's of open files, would print a traceback each.
-    """
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(status)
 
 
 def end_all(message: str, *, code: int = 1) -> None:
@@ -69,11 +59,13 @@ def parse_flags(argv: list[str]) -> list[str]:
     known = flags.FLAGS
     try:
         if not set(config_flags.HELP).isdisjoint(argv):
-            about = sys.modules["__main__"].__doc__
+            print(inspect.cleandoc(sys.modules["__main__"].__doc__ or ""))
+            own = (argv[0], "dapo_jax.", "experiments.")
+            for module in known.flags_by_module_dict():
+                if module.startswith(own):
+                    print(known.module_help(module))
             if "config" in known:
-                print(config_flags.help_text(argv[1:], known, about))
-            else:
-                print(f"{about}\n{known.main_module_help()}")
+                print(config_flags.help_text(argv[1:], known["config"].parser.sets))
             sys.exit(0)
         left = known(argv)
         if left[1:]:

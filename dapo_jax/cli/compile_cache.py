@@ -12,8 +12,6 @@ import re
 
 import jax
 
-DIRECTORY = "JAX_COMPILATION_CACHE_DIR"
-SHORTEST = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 MAX_BYTES = 2 * 2**30  # of the default folder; JAX drops the programs used longest ago
 
 
@@ -23,11 +21,11 @@ def enable(*, several: bool) -> None:
     several: whether the program runs on several hosts. They have no default: JAX writes only what
     process 0 compiles, so with a folder of its own it would wait for the others, which compile.
     """
-    if not several and DIRECTORY not in os.environ:
+    if not several and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         folder = cache_folder() / "programs" / machine()
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_compilation_cache_max_size", MAX_BYTES)
-        if SHORTEST not in os.environ:
+        if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 

@@ -1,12 +1,9 @@
 """Configs on the command line: --config=FILE[:PRESET], its keys as flags, help, and differences.
 
-A key that the config lacks is refused with the nearest name, and one of a former name with its new
-one.
+A key that the config lacks is refused with the nearest name.
 """
 
 import difflib
-import inspect
-import json
 import pathlib
 import re
 import sys
@@ -29,15 +26,15 @@ HUB_NAME = re.compile(
 )
 
 
-def found(path: str, root: pathlib.Path = ROOT) -> str:
-    """Returns the path as it is, or that below `root` where only there is something.
+def found(path: str) -> str:
+    """Returns the path as it is, or that below the project where only there is something.
 
     A part behind a colon (a config's preset) counts as no part of the path.
     """
     name, colon, rest = path.partition(":")
     if not name or rest.startswith("//") or pathlib.Path(name).exists():
         return path
-    return f"{root / name}{colon}{rest}" if (root / name).exists() else path
+    return f"{ROOT / name}{colon}{rest}" if (ROOT / name).exists() else path
 
 
 def complete(config: ConfigDict) -> None:
@@ -51,7 +48,7 @@ def complete(config: ConfigDict) -> None:
 
 def current(config: Mapping) -> ConfigDict:
     """Returns a run's config as it is now: without keys that are gone, newer ones by default."""
-    return _on_defaults(ConfigDict(config, type_safe=False), renamed=base.RENAMED)[0]
+    return _on_defaults(ConfigDict(config, type_safe=False))[0]
 
 
 def fill_open(config: ConfigDict, chosen: Mapping) -> None:
@@ -70,22 +67,14 @@ def config_differences(
     among, but: the beginnings of the keys that count, and of those that do not. before: the words
     for an old value.
     """
-    old, new = (json.loads(current(it).to_json_best_effort()) for it in (old, new))
+    old, new = (dict(base.leaves(current(it))) for it in (old, new))
+    pairs = [(name, old.get(name), new.get(name)) for name in sorted(old.keys() | new.keys())]
     return [
         f"{name} is {b!r}, but {before.format(repr(a))}"
-        for name, a, b in differences(old, new)
-        if name.startswith(among) and not name.startswith(but) and not _same_place(name, a, b)
+        for name, a, b in pairs
+        if a != b and name.startswith(among) and not name.startswith(but)
+        if not _same_place(name, a, b)
     ]
-
-
-def differences(old: dict, new: dict, prefix: str = "") -> Iterator[tuple[str, object, object]]:
-    """Yields (dotted name, old value, new value) of every leaf that differs; None if missing."""
-    for name in sorted(old.keys() | new.keys()):
-        a, b = old.get(name), new.get(name)
-        if {type(a), type(b)} <= {dict, type(None)}:  # a section may be new
-            yield from differences(a or {}, b or {}, f"{prefix}{name}.")
-        elif a != b:
-            yield prefix + name, a, b
 
 
 def _same_place(key: str, one, other) -> bool:
@@ -113,7 +102,7 @@ def define_config(
     holder = config_flags.DEFINE_config_file(
         "config", None, "The run's config.", flag_values=flag_values, sys_argv=argv
     )
-    flag_values["config"].parser = ConfigParser("config", argv, sets)
+    flag_values["config"].parser = ConfigParser(argv, sets)
     flags.mark_flag_as_required("config", flag_values=flag_values)
     return holder
 
@@ -152,8 +141,8 @@ class ConfigParser(ConfigFileFlagParser):
     argv, sets: as of `define_config`.
     """
 
-    def __init__(self, name: str, argv: Sequence[str] | None = None, sets: Callable = tuple):
-        super().__init__(name, lock_config=True)
+    def __init__(self, argv: Sequence[str] | None, sets: Callable[[], Iterable]):
+        super().__init__("config", lock_config=True)
         self._argv, self.sets = argv, sets
 
     def parse(self, path: str):
@@ -168,7 +157,7 @@ class ConfigParser(ConfigFileFlagParser):
             raise ValueError(f"{file}: {error_line(error)}") from None
         if config is None:
             raise ValueError(f"{file}: get_config returns nothing; end it with `return config`")
-        config, wrong = _on_defaults(config, renamed={})
+        config, wrong = _on_defaults(config)
         if wrong:
             raise ValueError(f"{file}: {numbered(wrong)}")
         for name, settings in self.sets():
@@ -194,7 +183,7 @@ class ConfigParser(ConfigFileFlagParser):
         return config.lock()
 
 
-def _on_defaults(given: ConfigDict, renamed: Mapping):
+def _on_defaults(given: ConfigDict):
     """Sets the values of a config on the defaults: (config, refusals of keys and of types).
 
     A data set may leave keys out.
@@ -204,7 +193,6 @@ def _on_defaults(given: ConfigDict, renamed: Mapping):
         config.update_from_flattened_dict({of_set[1]: base.dataset()})
     known = list(keys(config))
     for name, value in base.leaves(given):
-        name = renamed.get(name, name)
         key = base.key_of(name)
         try:
             if name not in known:
@@ -227,8 +215,6 @@ def numbered(refusals: Sequence[str]) -> str:
 
 def hint(name: str, known: Sequence[str], prefix: str = "") -> str:
     """Returns the question for the key that a wrong one is likely to mean; "" if none is near."""
-    if new := base.RENAMED.get(name):
-        return f" (its name is {prefix}{new} now)"
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     return f" (Did you mean {prefix}{near[0]}?)" if near else ""
 
@@ -271,20 +257,17 @@ def error_line(error: Exception) -> str:
     return " ".join(re.sub(r"^flag --config=\S+: ", "", text).split())
 
 
-def help_text(arguments: Sequence[str], known_flags: flags.FlagValues, about: str | None) -> str:
-    """Returns what `--help` prints: a command's docstring, its flags, and every key of its config.
+def help_text(arguments: Sequence[str], sets: Callable[[], Iterable]) -> str:
+    """Returns what `--help` prints of every key of a command's config.
 
-    known_flags: the command's. about: its docstring. Without --config the keys have their
-    defaults. Raises ValueError where the config is wrong.
+    sets: as of `define_config`. Without --config the keys have their defaults. Raises ValueError
+    where the config is wrong.
     """
-    given = [a for a in config_flags_of(arguments) if a not in HELP]
+    given = config_flags_of(arguments)
     files = [flag.partition("=")[2] for flag in given if flag.startswith(("--config=", "-config="))]
     given = given if files else [f"--config={base.__file__}", *given]
-    config = read_config(given, known_flags["config"].parser.sets)
-    own = (sys.argv[0], "dapo_jax.", "experiments.")
-    modules = [name for name in known_flags.flags_by_module_dict() if name.startswith(own)]
+    config = read_config(given, sets)
     lines = [
-        *(inspect.cleandoc(about or ""), *map(known_flags.module_help, modules)),
         f"Keys of the config, with their values in {files[-1] if files else 'configs/base.py'};",
         "--config.KEY=VALUE sets one. *: not the default, which then follows in parentheses.",
         "",

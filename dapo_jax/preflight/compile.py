@@ -128,14 +128,13 @@ def kept(name: str, lowered: jax.stages.Lowered, built: components.Programs) -> 
 
     JAX's own cache cannot give it back: it loads programs onto their devices, and none is there.
     """
-    path = None
+    path = compile_cache.cache_folder() / "preflight" / digest(lowered, built)
     with contextlib.suppress(OSError, ValueError, TypeError):  # none, or broken
-        path = compile_cache.cache_folder() / "preflight" / digest(lowered, built)
         return Program(*json.loads(path.read_bytes())), "kept from an earlier command"
     start = time.perf_counter()
     program = compiled(name, lowered)
     how = f"compiled in {time.perf_counter() - start:.0f} s"
-    with contextlib.suppress(OSError, AttributeError):  # a full disk, or no folder at all
+    with contextlib.suppress(OSError):  # a full disk
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with files.atomic_file(path) as file:
             file.write(json.dumps(program).encode())

@@ -42,8 +42,7 @@ class Phase:
 class Findings:
     """A config's compiled programs on one topology, and the memory that they need."""
 
-    config_name: str
-    where: str
+    title: str
     chip: Chip
     built: components.Programs
     phases: list[Phase]
@@ -78,7 +77,7 @@ class Findings:
         mesh = ", ".join(f"{axis} {size}" for axis, size in self.built.mesh.shape.items())
         cache = self.built.engine.cache
         out = [
-            f"{self.config_name} on {self.where}: {self.chips} chips, mesh {mesh}",
+            f"{self.title}: {self.chips} chips, mesh {mesh}",
             f"a data shard has {cache.slots} slots and {cache.pages} pages (JAX {jax.__version__})",
             "",
             f"{'GiB a device':22}{''.join(f'{name:>{len(name) + 3}}' for name in PARTS)}   in all",
@@ -110,10 +109,11 @@ def candidates(
     config = without_weights(config)
     config.mesh.slices = slices = slices or config.mesh.slices
     devices = topology_devices(topology, slices=slices)
-    where = topology if slices == 1 else f"{topology} x {slices}"
-    tried = {f"{config_name} on {where}": {}}
+    chip = chip_of(topology)
+    title = f"{config_name} on {topology}" + (f" x {slices}" if slices > 1 else "")
+    tried = {title: {}}
     if suggest:
-        proposal = suggested(config, devices, chip_of(topology), slices=slices)
+        proposal = suggested(config, devices, chip, slices=slices)
         settings = " ".join(f"--config.{key}={value}" for key, value in proposal.items())
         tried = {"the config as it is": {}, settings: proposal}
     found = {}
@@ -121,7 +121,7 @@ def candidates(
         candidate = config.copy_and_resolve_references()
         candidate.update_from_flattened_dict(settings)
         try:
-            found[name] = examine(candidate, devices, config_name=config_name, where=where, say=say)
+            found[name] = examine(candidate, devices, chip, title=title, say=say)
         except (DoesNotFit, ValueError) as error:
             if isinstance(error, ValueError) and not suggest:
                 raise
@@ -130,7 +130,7 @@ def candidates(
 
 
 def examine(
-    config: ConfigDict, devices, *, config_name: str, where: str, say: Callable[[str], None]
+    config: ConfigDict, devices, chip: Chip, *, title: str, say: Callable[[str], None]
 ) -> Findings:
     """Compiles everything for these devices, and adds up the memory.
 
@@ -139,20 +139,13 @@ def examine(
     """
 
     def fit(run):
-        how = {"devices": devices, "device_bytes": chip_of(where).hbm_bytes}
-        for line in auto_sizes.fit_training(config, **how):
-            say(line)
+        auto_sizes.fit_training(config, devices=devices, device_bytes=chip.hbm_bytes)
 
-    built = open_run(config, None, "programs", reads="", fit=fit, devices=devices).programs
-    if built.engine.cache.slots < 1:
-        raise DoesNotFit("rollout.cache_mib holds no slot")
-    return Findings(
-        config_name=config_name,
-        where=where,
-        chip=chip_of(where),
-        built=built,
-        phases=memory_phases(built, compiled_programs(built, say=say)),
-    )
+    run = open_run(config, None, "programs", reads="", fit=fit, devices=devices)
+    for line in run.chosen:
+        say(line)
+    phases = memory_phases(run.programs, compiled_programs(run.programs, say=say))
+    return Findings(title, chip, run.programs, phases)
 
 
 def memory_phases(built: components.Programs, programs: dict[str, Program]) -> list[Phase]:

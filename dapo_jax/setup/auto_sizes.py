@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+from clu.parameter_overview import count_parameters
 from ml_collections import ConfigDict
 
 from configs import base
@@ -108,14 +109,14 @@ def _positions(config: ConfigDict) -> int:
     return components.positions_of(path, load_config(path)) or 2 * LONGEST_RESPONSE
 
 
-def fit_training(config: ConfigDict, *, devices=None, device_bytes: int | None = None) -> list[str]:
-    """Fills in the sizes that a training config leaves open (0); returns a line that names them.
+def fit_training(config: ConfigDict, *, devices=None, device_bytes: int | None = None) -> None:
+    """Fills in the sizes that a training config leaves open (0).
 
     A micro-batch has as many tokens as keep the devices busy, but no more than half of what an
     update is expected to have: the rest of the last one is padding. Its rows hold the longest
     sequence. devices, device_bytes: of a compile-only topology; None: this program's.
     """
-    c, r, before = config.learner, config.rollout, dict(base.leaves(config))
+    c, r = config.learner, config.rollout
     mesh = components.mesh_of(config, devices)
     degree = rules.row_degree(mesh)
     most = MICRO_BATCH_TOKENS.get(platform_of(mesh), MICRO_BATCH_TOKENS["tpu"])
@@ -132,8 +133,6 @@ def fit_training(config: ConfigDict, *, devices=None, device_bytes: int | None =
         c.micro_batch_rows = degree * max(1, tokens // c.row_tokens)
     requests = r.generation_prompts * r.group_size
     fit_cache(config, requests, training=True, devices=devices, device_bytes=device_bytes)
-    chosen = [f"{key} = {now}" for key, now in base.leaves(config) if now != before[key]]
-    return [f"chosen by the lengths and the devices: {', '.join(chosen)}"] if chosen else []
 
 
 def fit_cache(
@@ -156,7 +155,7 @@ def fit_cache(
     sizes, mesh = components.model_sizes(config), components.mesh_of(config, devices)
     kernels = kernels_for(config.model.kernels, platform_of(mesh))
     wanted = min(MOST_SLOTS, -(-requests // rules.row_degree(mesh)))
-    parameters = _count(abstract_params(sizes)[1])
+    parameters = count_parameters(abstract_params(sizes)[1])
     if platform_of(mesh) == "cpu":
         enough = -(-CPU_SLOTS_TIMES_PARAMETERS // (parameters * rules.row_degree(mesh)))
         wanted = min(wanted, max(FEWEST_CPU_SLOTS, enough))
@@ -199,16 +198,12 @@ def _state_bytes(config: ConfigDict, sizes, weights: int, parameters: int) -> fl
     lora = components.lora_of(config)
     if lora:
         factors = jax.eval_shape(lambda: init_adapters(sizes, lora, key=jax.random.key(0)))
-        parameters = _count(factors)
+        parameters = count_parameters(factors)
     state = STATE_BYTES * parameters
     if lora or config.algo.kl_coef > 0:
         state += weights  # the start policy's
     # With partial rollouts the cache stays beside the update and its gradients.
     return state * (1 + 4 / STATE_BYTES) if config.rollout.partial_rollout_steps else state
-
-
-def _count(params) -> int:
-    return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
 def _device_bytes() -> int | None:

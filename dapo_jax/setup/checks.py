@@ -32,19 +32,18 @@ def _refusing(conditions: Callable) -> Callable:
     return check
 
 
-def together(*looks: Callable) -> list:
-    """Returns what the functions return; ValueError with what all of them refuse."""
-    results, refusals = [], []
+def together(*looks: Callable) -> None:
+    """Calls the functions; ValueError with what all of them refuse."""
+    refusals = []
     for look in looks:
         try:
-            results.append(look())
+            look()
         except (ValueError, OSError) as error:
             if not failures.is_refusal(error):
                 raise
             refusals.append(str(error))
     if refusals:
         raise ValueError(numbered(refusals))
-    return results
 
 
 @_refusing
@@ -85,7 +84,21 @@ def check(config: ConfigDict) -> Conditions:
 
 def _of_algorithm(config: ConfigDict) -> Conditions:
     r, a = config.rollout, config.algo
-    yield from _of_loss(a, r.partial_rollout_steps)
+    yield (
+        a.eps_low < 1 or (a.eps_low == 1 and a.policy_loss == "cispo"),
+        f"algo.eps_low = {a.eps_low}, but the ratio's bound 1 - eps_low is > 0 (algo.policy_loss = "
+        "'cispo' may do without, with 1.0)",
+    )
+    yield (
+        a.tis_cap == 0 or r.partial_rollout_steps > 0 or a.old_logprobs == "learner",
+        f"algo.tis_cap = {a.tis_cap} is for partial rollouts, but "
+        "rollout.partial_rollout_steps = 0; set that to 1 or more, algo.old_logprobs to 'learner', "
+        "which gives all tokens a weight, or algo.tis_cap to 0",
+    )
+    yield (
+        a.tis_cap == 0 or a.ratio == "token",
+        f"algo.tis_cap = {a.tis_cap} is for single tokens, but algo.ratio = {a.ratio!r} is not",
+    )
     yield (
         not config.updates_per_step or r.num_prompts % config.updates_per_step == 0,
         f"rollout.num_prompts = {r.num_prompts} does not divide by updates_per_step = "
@@ -101,24 +114,6 @@ def _of_algorithm(config: ConfigDict) -> Conditions:
         not r.max_response_tokens or a.overlong_cache_tokens <= r.max_response_tokens,
         f"algo.overlong_cache_tokens = {a.overlong_cache_tokens} exceeds "
         f"rollout.max_response_tokens = {r.max_response_tokens}",
-    )
-
-
-def _of_loss(a: ConfigDict, partial_rollout_steps: int) -> Conditions:
-    yield (
-        a.eps_low < 1 or (a.eps_low == 1 and a.policy_loss == "cispo"),
-        f"algo.eps_low = {a.eps_low}, but the ratio's bound 1 - eps_low is > 0 (algo.policy_loss = "
-        "'cispo' may do without, with 1.0)",
-    )
-    yield (
-        a.tis_cap == 0 or partial_rollout_steps > 0 or a.old_logprobs == "learner",
-        f"algo.tis_cap = {a.tis_cap} is for partial rollouts, but "
-        "rollout.partial_rollout_steps = 0; set that to 1 or more, algo.old_logprobs to 'learner', "
-        "which gives all tokens a weight, or algo.tis_cap to 0",
-    )
-    yield (
-        a.tis_cap == 0 or a.ratio == "token",
-        f"algo.tis_cap = {a.tis_cap} is for single tokens, but algo.ratio = {a.ratio!r} is not",
     )
 
 
@@ -164,22 +159,23 @@ def check_model(
 
 def check_vocabulary(tokenizer_ids: int, sizes: ModelConfig) -> None:
     """Refuses a tokenizer with more ids than the model has embedding rows (ValueError)."""
-    _require(
-        tokenizer_ids <= sizes.vocab_size,
-        f"the tokenizer has {tokenizer_ids} ids, but the model only {sizes.vocab_size} embedding "
-        "rows; set tokenizer.path to the model's own tokenizer",
-    )
+    if tokenizer_ids > sizes.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {tokenizer_ids} ids, but the model only {sizes.vocab_size} "
+            "embedding rows; set tokenizer.path to the model's own tokenizer"
+        )
 
 
 def check_divides(config: ConfigDict, mesh: jax.sharding.Mesh) -> None:
     """Refuses a training batch that the mesh's groups of devices do not divide (ValueError)."""
     degree, rows = rules.row_degree(mesh), config.learner.micro_batch_rows
-    shape = " * ".join(f"{axis} {mesh.shape[axis]}" for axis in rules.ROW_AXES)
-    _require(
-        rows % degree == 0,
-        f"learner.micro_batch_rows = {rows} does not divide over the mesh's {shape} = {degree} "
-        f"groups of devices; the nearest that does is {max(degree, round(rows / degree) * degree)}",
-    )
+    if rows % degree:
+        shape = " * ".join(f"{axis} {mesh.shape[axis]}" for axis in rules.ROW_AXES)
+        nearest = max(degree, round(rows / degree) * degree)
+        raise ValueError(
+            f"learner.micro_batch_rows = {rows} does not divide over the mesh's {shape} = {degree} "
+            f"groups of devices; the nearest that does is {nearest}"
+        )
 
 
 def generation_batch(config: ConfigDict) -> tuple[str, int]:
@@ -194,12 +190,12 @@ def check_enough_prompts(config: ConfigDict, key: str, prompts: int, share: floa
     key: the set's. share: the part of the prompts that are of this set.
     """
     size, taken = generation_batch(config)
-    part = "" if share == 1 else f"its part, {share:.1%}, of "
-    _require(
-        prompts >= int(share * taken),
-        f"{key} has {prompts} usable prompts, fewer than {part}one generation batch of "
-        f"rollout.{size} = {taken}; lower that" + (f" or {key}.weight" if part else ""),
-    )
+    if prompts < int(share * taken):
+        part = "" if share == 1 else f"its part, {share:.1%}, of "
+        raise ValueError(
+            f"{key} has {prompts} usable prompts, fewer than {part}one generation batch of "
+            f"rollout.{size} = {taken}; lower that" + (f" or {key}.weight" if part else "")
+        )
 
 
 def check_same_config(config: ConfigDict, workdir: pathlib.Path) -> None:
@@ -218,22 +214,17 @@ def check_same_config(config: ConfigDict, workdir: pathlib.Path) -> None:
     steps = theirs["num_steps"]
     if config.learner.decay != "none" and config.num_steps != steps:  # the rate's last step
         differing.append(f"num_steps is {config.num_steps}, but was {steps} (learner.decay)")
-    _require(
-        not differing,
-        f"{workdir} holds a run of another config: {'; '.join(differing)}. Give the old values "
-        "to resume it, or another --workdir",
-    )
+    if differing:
+        raise ValueError(
+            f"{workdir} holds a run of another config: {'; '.join(differing)}. Give the old values "
+            "to resume it, or another --workdir"
+        )
 
 
 def check_steps_left(config: ConfigDict, finished_steps: int, directory) -> None:
     """Refuses fewer steps than the run has done (ValueError)."""
-    _require(
-        finished_steps <= config.num_steps,
-        f"num_steps = {config.num_steps}, but the run in {directory} has finished "
-        f"{finished_steps} steps",
-    )
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
+    if finished_steps > config.num_steps:
+        raise ValueError(
+            f"num_steps = {config.num_steps}, but the run in {directory} has finished "
+            f"{finished_steps} steps"
+        )

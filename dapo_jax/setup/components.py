@@ -83,9 +83,8 @@ class Programs:
         lengths = learner.row_lengths(self.learning)
         lowered = [lower(length) for length in lengths]
         with concurrent.futures.ThreadPoolExecutor() as pool:
-            programs = dict(
-                zip(lengths, pool.map(jax.stages.Lowered.compile, lowered), strict=True)
-            )
+            compiled = pool.map(jax.stages.Lowered.compile, lowered)
+            programs = dict(zip(lengths, compiled, strict=True))
 
         def run(*arguments):
             batch = next(it for it in arguments if isinstance(it, Batch))

@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 
 from dapo_jax import learner
 from dapo_jax.checkpoints import fingerprint
-from dapo_jax.printable import printable
+from dapo_jax.printable import printable, shortened
 from dapo_jax.setup import checks, components
 from dapo_jax.setup.start import Parent, open_run, parents_checkpoints
 from dapo_jax.tasks.tokenizer import Tokenizer
@@ -50,9 +50,7 @@ def example_lines(data: components.Data, tokenizer: Tokenizer) -> list[str]:
     lines = []
     for key, dataset in data.sets.items():
         prompt = dataset.prompts[0]
-        text = tokenizer.decode(prompt.token_ids.tolist())
-        if len(text) > SHOWN_CHARS:
-            text = f"{text[:SHOWN_CHARS]} [... {len(text) - SHOWN_CHARS:,} more characters]"
+        text = shortened(tokenizer.decode(prompt.token_ids.tolist()), limit=SHOWN_CHARS)
         lines.append(f"the first prompt of {key}, whose answer is {prompt.example.answer!r}:")
         lines += [f"  | {printable(line)}" for line in text.split("\n")]
     return lines

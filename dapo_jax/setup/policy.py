@@ -8,11 +8,7 @@ from ml_collections import ConfigDict
 from configs.base import OF_POLICY
 from dapo_jax.checkpoints import fingerprint
 from dapo_jax.checkpoints.store import Checkpoints
-from dapo_jax.cli.config_flags import (
-    complete,
-    config_differences,
-    current,
-)
+from dapo_jax.cli.config_flags import complete, config_differences, current
 from dapo_jax.logs.files import read_json
 from dapo_jax.setup import components
 from models import families

@@ -23,7 +23,7 @@ from dapo_jax import hub
 from dapo_jax.checkpoints import fingerprint
 from dapo_jax.checkpoints.progress import Progress
 from dapo_jax.checkpoints.snapshots import Snapshots
-from dapo_jax.checkpoints.store import Checkpoints, DamagedError
+from dapo_jax.checkpoints.store import Checkpoints
 from dapo_jax.cli import compile_cache
 from dapo_jax.cli.config_flags import config_differences
 from dapo_jax.learner import TrainState
@@ -39,6 +39,10 @@ from dapo_jax.tasks.datasets import RemainingStream
 from dapo_jax.tasks.tokenizer import Tokenizer
 from dapo_jax.types import Rollouts
 from sharding import hosts
+
+# Steps without a checkpoint, in units of checkpoint.every_steps, that a run can have finished when
+# it is killed: one is being saved, one is pending, and the step of the next waits for the first.
+UNSAVED = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +202,7 @@ def open_run(
         auto_sizes.fit_data(config, run.data, given=given)
     if fit:
         fit(run)
-    elif trains:
+    else:
         auto_sizes.fit_training(config)
     checks.check(config)
     if found := [f"{key} = {value!r}" for key, value in leaves(config) if value != given[key]]:
@@ -254,7 +258,7 @@ def _open_checkpoints(run: Run, stack: contextlib.ExitStack | None) -> None:
 
     Without a stack they are only read, where there are any.
     """
-    config, latest, c = run.config, None, run.config.checkpoint
+    config, c = run.config, run.config.checkpoint
     directory = checkpoint_directory(config, run.workdir)
     if stack:
         there = run.checkpoints = Checkpoints(directory, keep=c.keep, keep_period=c.keep_period)
@@ -263,8 +267,8 @@ def _open_checkpoints(run: Run, stack: contextlib.ExitStack | None) -> None:
     elif hosts.on_main(directory.is_dir):
         run.checkpoints = Checkpoints(directory, keep=None)
     if run.checkpoints:
-        latest = run.step = hosts.on_main(run.checkpoints.latest_step)
-    if run.parent and latest is None:  # a fork with checkpoints of its own needs it no more
+        run.step = hosts.on_main(run.checkpoints.latest_step)
+    if run.parent and run.step is None:  # a fork with checkpoints of its own needs it no more
         parents_checkpoints(config, run.parent).close()
 
 
@@ -303,18 +307,20 @@ def _restore(run: Run) -> None:
     """Reads the checkpoint that the run continues, and gives `checkpoints` its fingerprint."""
     config, programs, there = run.config, run.programs, run.checkpoints
     ours = fingerprint.of_run(config, run.data) | {"origin": run.parent and str(run.parent)}
-    there.fingerprint, where = ours, there.directory
+    there.fingerprint = ours
     if restored := there.restore_latest(programs.state, report=logging.warning):
         run.step, run.state, progress = restored
         # A new --workdir does not know it: its checkpoint.directory does.
         theirs = ours["origin"] = (there.fingerprint_of(run.step) or {}).get("origin")
         run.parent = theirs and Parent.parse(theirs)
-        checks.check_steps_left(config, run.step, where)
+        checks.check_steps_left(config, run.step, there.directory)
     else:
-        at = (config, run.workdir, where)
-        hosts.on_main(lambda: fingerprint.check_checkpoint_is_there(*at, begin_step=run.begin_step))
+        hosts.on_main(lambda: _require_unsaved(run))
         if run.parent:
-            run.state, progress = _fork(run, ours)
+            run.step = run.parent.step
+            same = functools.partial(fingerprint.require_parent, ours=ours)
+            with contextlib.closing(parents_checkpoints(config, run.parent)) as saved:
+                run.state, progress = saved.restore(run.step, programs.state, require=same)
         else:
             run.step, run.state, progress = 0, programs.start_state(), {}
     run.progress = Progress.from_json(progress)
@@ -322,15 +328,16 @@ def _restore(run: Run) -> None:
     _require_finite(run, run.state)
 
 
-def _fork(run: Run, ours: dict) -> tuple[TrainState, dict]:
-    """Reads the parent's checkpoint, with which a fork begins: (state, progress)."""
-    run.step = run.parent.step
-    same = functools.partial(fingerprint.require_parent, ours=ours)
-    with contextlib.closing(parents_checkpoints(run.config, run.parent)) as theirs:
-        try:
-            return theirs.restore(run.step, run.programs.state, require=same)
-        except DamagedError as error:
-            raise DamagedError(f"--start={run.parent}: {error}") from error
+def _require_unsaved(run: Run) -> None:
+    """Refuses to begin a run anew whose rows say that it has saved checkpoints (ValueError)."""
+    file, every = run.workdir / "metrics.jsonl", run.config.checkpoint.every_steps
+    finished = max((row["step"] + 1 for row in read_rows(file)), default=0) if file.exists() else 0
+    if finished - run.begin_step >= UNSAVED * every:
+        raise ValueError(
+            f"{file} has {finished} finished steps, but {run.checkpoints.directory} has no "
+            f"checkpoint, though checkpoint.every_steps is {every}; give the run's "
+            "checkpoint.directory, or another --workdir to start a new run"
+        )
 
 
 def _begin(run: Run, stack: contextlib.ExitStack, watch: Stopwatch) -> None:
@@ -400,8 +407,6 @@ def parent_of(workdir: pathlib.Path, given: Parent | None) -> Parent | None:
 
     Raises ValueError where --start (`given`) is another one.
     """
-    if given and given.workdir == workdir.resolve():
-        raise ValueError(f"--start={given} is the run in --workdir itself; give a new --workdir")
     if not any((workdir / name).exists() for name in ("config.json", "metrics.jsonl")):
         return given
     starts = read_starts(workdir / STARTS)

@@ -101,8 +101,8 @@ def main(_):
     config, chip = without_weights(given.config), given.topology and chip_of(given.topology)
     hosts.start(several=False, cpu_devices=config.mesh.cpu_devices)
     checks.check(config)
-    for line in auto_sizes.fit_training(config):
-        print(line)
+    auto_sizes.fit_training(config)
+    print(f"learner: {config.learner.to_dict()}\nrollout: {config.rollout.to_dict()}")
     built = components.programs(config, components.model_sizes(config).vocab_size)
     checks.check_divides(config, built.mesh)
     found = measure(built, chip)
