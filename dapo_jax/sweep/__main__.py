@@ -64,7 +64,6 @@ def write_tables(folder: pathlib.Path, plan: Plan) -> str:
 
 
 def main(_: list[str]) -> None:
-    sys.stdout.reconfigure(errors="backslashreplace")  # a log's lines may have any character
     values = flags.FLAGS
     plan = plans.make(
         config=values["config"].config_filename,
