@@ -88,18 +88,23 @@ def _complete(target: epath.Path) -> Iterator[epath.Path]:
     """Yields the directory to write: one inside `target`, whose files move up at the end.
 
     An error, a signal or a kill before leaves at most that one, and the next command removes it. In
-    a bucket it is `target` itself.
+    a bucket it is `target` itself. Errors of the system without a path get the target's.
     """
     is_local = "://" not in str(target)
     folder = target / PARTIAL if is_local else target
-    if is_local and folder.exists():
-        folder.rmtree()
-    folder.mkdir(parents=True, exist_ok=True)
-    yield folder
-    if is_local:
-        for file in sorted(folder.iterdir(), key=lambda file: file.name == CONFIG_FILE):
-            file.rename(target / file.name)
-        folder.rmdir()
+    try:
+        if is_local and folder.exists():
+            folder.rmtree()
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
+        if is_local:
+            for file in sorted(folder.iterdir(), key=lambda file: file.name == CONFIG_FILE):
+                file.rename(target / file.name)
+            folder.rmdir()
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(target)
+        raise
 
 
 def _kept(raw: Mapping[str, Any]) -> dict[str, Any]:
