@@ -91,6 +91,7 @@ def test_a_wrong_command_line_ends_with_one_line(arguments, message):
         ("--config.eps_high=0.3", "Did you mean --config.algo.eps_high?"),
         ("--config.learning_rat=1", "Did you mean --config.learner.learning_rate?"),
         ("--config.eval.sets.arithmetic.top_q=1", "mean --config.eval.sets.arithmetic.top_p?"),
+        ("--config.algo.gate=clip", "its name is --config.algo.policy_loss now"),
         ("--config.num_steps=3.5", "--config.num_steps=3.5: invalid literal for int()"),
     ],
 )

@@ -1,6 +1,6 @@
 """Configs on the command line: --config=FILE[:PRESET], its keys as flags, help, and differences.
 
-A key that the config lacks is refused with the nearest name.
+A key that the config lacks is refused with the nearest name, or the one that it has now.
 """
 
 import difflib
@@ -215,6 +215,8 @@ def numbered(refusals: Sequence[str]) -> str:
 
 def hint(name: str, known: Sequence[str], prefix: str = "") -> str:
     """Returns the question for the key that a wrong one is likely to mean; "" if none is near."""
+    if new := base.RENAMED.get(name):
+        return f" (its name is {prefix}{new} now)"
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     return f" (Did you mean {prefix}{near[0]}?)" if near else ""
 

@@ -312,7 +312,8 @@ def mean_measures(responses: Sequence[Response]) -> dict[str, float]:
 def step_row(step: Step) -> dict[str, float]:
     """The step's row of metrics.jsonl: every metric of the table that the step has.
 
-    Numbers without a row in the table (of a new loss, a task, an evaluation) follow.
+    Numbers without a row in the table (of a new loss, a task, an evaluation) follow. TypeError for
+    a metric that is none.
     """
     averaged = [key for key in (step.taken or [{}])[0] if key not in NOT_AVERAGED]
     given = {
@@ -328,11 +329,15 @@ def step_row(step: Step) -> dict[str, float]:
         for metric in METRICS
     }
     row |= {key: value for key, value in given.items() if key not in row}
-    return {
+    row = {
         key: value.item() if isinstance(value, np.generic | np.ndarray) else value
         for key, value in row.items()
         if value is not None
     }
+    for key, value in row.items():
+        if not isinstance(value, bool | int | float):
+            raise TypeError(f"metric {key!r} of step {step.step} is not a number: {value!r}")
+    return row
 
 
 def untimed(row: Mapping) -> dict:

@@ -5,10 +5,10 @@ One that fails is left out for the rest of the run, which says so once: the numb
 metrics.jsonl anyway.
 """
 
+import importlib
 import importlib.util
 import json
 import pathlib
-import pkgutil
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -124,10 +124,11 @@ def find(name: str) -> Callable[..., Writer]:
         raise ValueError(f'{setting}, but that package is not installed: pip install "{WANDB}"')
     if name in BUILT_IN:
         return BUILT_IN[name]
-    if ":" not in name:
+    module, colon, attribute = name.partition(":")
+    if not colon:
         raise ValueError(f'{setting}; give one of {", ".join(BUILT_IN)}, or "module:Class"')
     try:
-        found = pkgutil.resolve_name(name)
+        found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"{setting}, which cannot be imported: {error}") from error
     missing = [each for each in ("step", "evaluation", "close") if not hasattr(found, each)]
