@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from models.kernels.pages_tpu import LANES, as_stored, token_axes
-from models.kernels.xla import MASKED, like
+from models.kernels.xla import MASKED, accumulate, like
 
 BLOCK_BYTES = 256 * 1024  # of the keys of a block, and as much of its values
 BUFFERS = 3  # blocks in VMEM: one being computed, two being read
@@ -151,6 +151,7 @@ def _kernel(
     first = pl.program_id(0) * S
     end = jnp.minimum(first + S, tokens_ref.shape[0])
     pools = ((k_prompts_ref, v_prompts_ref), (k_responses_ref, v_responses_ref))
+    times_values = functools.partial(_dot, axis=v_token_axis)
 
     def next_live(slot):
         return jnp.where(slot < end, next_live_ref[jnp.minimum(slot, end - 1)], end)
@@ -256,7 +257,7 @@ def _kernel(
                 )
                 x_QW = _dot(q_ref[slot - first, h], k, axis=1 - k_token_axis) * H**-0.5
                 x_QW = jnp.where(live_1W, x_QW, MASKED)
-                new_state.append(_accumulate(state[h], x_QW, v, token_axis=v_token_axis))
+                new_state.append(accumulate(state[h], x_QW, v, times_values))
             return item, lax.rem(buffer + 1, BUFFERS), new_state
 
         def recent(h):
@@ -285,16 +286,6 @@ def _kernel(
         recent_state_ref[:, h, :, 1:2] = p_SQR.sum(axis=2, keepdims=True)
 
     lax.fori_loop(first, end, attend_slot, (item, jnp.int32(0)))
-
-
-def _accumulate(state, x_QW, v, *, token_axis: int):
-    """Adds W more scores and values to the running softmax (max_Q1, sum_Q1, out_QH)."""
-    max_Q1, sum_Q1, out_QH = state
-    new_max_Q1 = jnp.maximum(max_Q1, x_QW.max(axis=1, keepdims=True))
-    p_QW = jnp.exp(x_QW - new_max_Q1)
-    decay_Q1 = jnp.exp(max_Q1 - new_max_Q1)
-    sum_Q1 = sum_Q1 * decay_Q1 + p_QW.sum(axis=1, keepdims=True)
-    return new_max_Q1, sum_Q1, out_QH * decay_Q1 + _dot(p_QW.astype(v.dtype), v, axis=token_axis)
 
 
 def _dot(a, b, *, axis: int):
