@@ -189,6 +189,12 @@ def write_pages(k_PKHC, v_PKCH, k_BKHS, v_BKSH, page_B, offset_B):
     return k_PKHC, v_PKCH.at[page_B1, :, token_BS].set(v_BSKH, **how)
 
 
+def padded(array_BT, multiple: int):
+    """Pads the tokens of rows with zeros to a multiple, as kernels over whole blocks need."""
+    missing = -array_BT.shape[1] % multiple
+    return jnp.pad(array_BT, ((0, 0), (0, missing)) + ((0, 0),) * (array_BT.ndim - 2))
+
+
 def accumulate(state, x_QW, v, dot):
     """Adds W more scores and values to a kernel's running softmax (max_Q1, sum_Q1, out_QH).
 
