@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from models.kernels.pages_tpu import LANES, as_stored, token_axes
+from models.kernels.pages_tpu import as_stored, token_axes
 from models.kernels.xla import MASKED, accumulate, like
 
 BLOCK_BYTES = 256 * 1024  # of the keys of a block, and as much of its values
@@ -51,17 +51,12 @@ def paged_attention(
     Returns out_BNH in q's dtype. A slot's numbers do not depend on other slots, on X or on which
     pages it has. The page ids of live pages have to be valid: on TPU they are not checked.
     Inside shard_map the result varies over the mesh axes that q_BNH varies over.
-    Raises ValueError (unless interpreted) where neither H nor C is a multiple of 128: XLA would
-    copy such a pool into another layout at every call.
+    Where neither H nor C is a multiple of 128 XLA would copy the pools into another layout at every
+    call: `Kernels.page_tokens` makes C one.
     """
     B, N, H = q_BNH.shape
     _, K, C, _ = pool[1].shape
     Q, S = N // K, min(B, SLOTS)
-    if H % LANES and C % LANES and not interpret:
-        raise ValueError(
-            f"head size {H} with pages of {C} tokens: set the tokens of a page to a multiple of "
-            f"{LANES}, which a head size below {LANES} needs"
-        )
     k_token_axis, v_token_axis = axes = token_axes(C, H)
     pools = (*as_stored(*prompt_pool, axes), *as_stored(*pool, axes))
     live_B = jnp.where(prompt_tokens_B + tokens_B > 0, jnp.arange(B), B)
