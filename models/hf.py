@@ -76,8 +76,7 @@ def load_params(path, config: ModelConfig, *, dtype, shardings=None) -> dict[str
     _, abstract = abstract_params(config)
     if shardings is None:
         shardings = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    if isinstance(shardings, jax.sharding.Sharding):
-        shardings = jax.tree.map(lambda _, one=shardings: one, abstract)
+    shardings = jax.tree.broadcast(shardings, abstract)
 
     def load(key_path, leaf, sharding):
         parameter = config.parameters[key_path[-1].key]
