@@ -118,7 +118,7 @@ def save_hf(
     from huggingface_hub import split_state_dict_into_shards_factory  # which few starts need
 
     path, dtype = epath.Path(path), jnp.dtype(dtype)
-    content = config_json(config, dtype, extra_config or {}, path)
+    content = config_json(config, dtype, extra_config or {})
     old = sorted(p.name for p in [*path.glob("*.safetensors*"), *path.glob(CONFIG_FILE)])
     if old:
         raise FileExistsError(
