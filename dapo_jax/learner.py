@@ -227,8 +227,8 @@ def forward(weights, adapters, micro: Batch, *, graph, mesh, learning: Learning)
 
     parameters = (weights, adapters or ())
     specs = [rules.param_specs(mesh, param_axes(tree), tree, rules.LEARNER) for tree in parameters]
-    run = rules.by_parts(hidden, mesh, params=specs, tokens=tokens)
     rows_BT = (micro.tokens_BT, micro.position_BT, micro.segment_BT, micro.branch_BT)
+    run = rules.by_parts(hidden, mesh, params=specs, rows=len(rows_BT), tokens=tokens)
     return run(*parameters, *rows_BT), nnx.merge(graph, weights).head()
 
 
