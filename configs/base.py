@@ -272,8 +272,9 @@ KEYS = {
 
     "mesh.slices": Key(1, "TPU slices side by side; the data centre's network is between them",
                        at_least=1, may_change=True),
-    "mesh.data": Key(-1, "of a slice; -1: all devices that mesh.model leaves", may_change=True),
-    "mesh.model": Key(1, "must divide the model's key/value heads", may_change=True),
+    "mesh.data": Key(-1, "of a slice; -1: all devices that mesh.model leaves", at_least=-1,
+                     may_change=True),
+    "mesh.model": Key(1, "must divide the model's key/value heads", at_least=1, may_change=True),
     "mesh.cpu_devices": Key(0, "on CPU: devices that the host counts as; 0: one, as JAX has it",
                             at_least=0, may_change=True),
 

@@ -227,8 +227,8 @@ def forward(weights, adapters, micro: Batch, *, graph, mesh, learning: Learning)
 
     parameters = (weights, adapters or ())
     specs = [rules.param_specs(mesh, param_axes(tree), tree, rules.LEARNER) for tree in parameters]
-    run = rules.by_parts(hidden, mesh, params=specs, tokens=tokens)
     rows_BT = (micro.tokens_BT, micro.position_BT, micro.segment_BT, micro.branch_BT)
+    run = rules.by_parts(hidden, mesh, params=specs, rows=len(rows_BT), tokens=tokens)
     return run(*parameters, *rows_BT), nnx.merge(graph, weights).head()
 
 
@@ -348,12 +348,12 @@ def checked_names(state: TrainState) -> list[str]:
     """Names what an update has to find finite, in the order in which it looks."""
     return [
         "the loss or a metric of it",
-        *(f"the gradient of {name}" for name in leaf_names(state.params)),
+        *(f"the gradient of {name}" for name in named(state.params)),
         "the gradient's norm",
     ]
 
 
-def leaf_names(tree) -> list[str]:
-    """Gives every array's dotted name."""
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-    return [jax.tree_util.keystr(path, simple=True, separator=".") for path in paths]
+def named(tree) -> dict[str, Any]:
+    """Lists the leaves by their dotted names."""
+    leaves = jax.tree.leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}

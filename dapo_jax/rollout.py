@@ -65,7 +65,6 @@ def collect(
             due={it.cursor for it in partial if it.age_steps >= partial_rollout_steps},
             num_partial=len(partial),
             most_groups=num_prompts * (1 + partial_rollout_steps),
-            rate=expected_rate,
         )
     ended, under_way = [], set(session.unfinished)
     for it in partial:
@@ -166,15 +165,14 @@ class AnyOrder(InOrder):
     The complete groups that come first in prompt order are kept; other informative ones go on,
     complete as they are. A step ends once the groups that are `due`, as old as a group may be, are
     complete; those of them that it has no use for are discarded. So that there are few, no more
-    prompts are issued than give `most_groups` by the share `rate` that is expected to be
-    informative. A step that finds nothing partial waits for the first groups in prompt order, as
-    `InOrder` does: those that are complete first are the short ones.
+    prompts are issued than give `most_groups` by the share of informative ones that was expected. A
+    step that finds nothing partial waits for the first groups in prompt order, as `InOrder` does:
+    those that are complete first are the short ones.
     """
 
     due: set[int] = frozenset()
     num_partial: int = 0
     most_groups: int = 0
-    rate: float = 1.0
 
     def has_enough(self) -> bool:
         """Returns whether enough groups are complete, and none that is waited for is not."""
@@ -197,7 +195,7 @@ class AnyOrder(InOrder):
     def wants_more(self) -> bool:
         """Returns whether prompts would be issued if there were idle slots."""
         unknown = self.num_partial + self.issued - len(self.graded.groups)
-        expected = len(self.graded.informative) + self.rate * unknown
+        expected = len(self.graded.informative) + self.graded.prior_rate * unknown
         return self.issued < self.max_prompts and expected < self.most_groups
 
     def result(self) -> tuple[list[Group], int, list[PartialGroup]]:

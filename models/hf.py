@@ -76,8 +76,7 @@ def load_params(path, config: ModelConfig, *, dtype, shardings=None) -> dict[str
     _, abstract = abstract_params(config)
     if shardings is None:
         shardings = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    if isinstance(shardings, jax.sharding.Sharding):
-        shardings = jax.tree.map(lambda _, one=shardings: one, abstract)
+    shardings = jax.tree.broadcast(shardings, abstract)
 
     def load(key_path, leaf, sharding):
         parameter = config.parameters[key_path[-1].key]
@@ -116,30 +115,32 @@ def save_hf(
     Raises FileExistsError where the directory already holds a model, and ValueError for an extra
     key that would contradict the config.
     """
+    from huggingface_hub import split_state_dict_into_shards_factory  # which few starts need
+
     path, dtype = epath.Path(path), jnp.dtype(dtype)
-    content = config_json(config, dtype, extra_config or {}, path)
+    content = config_json(config, dtype, extra_config or {})
     old = sorted(p.name for p in [*path.glob("*.safetensors*"), *path.glob(CONFIG_FILE)])
     if old:
         raise FileExistsError(
             f"{path} already holds a model ({', '.join(old)}); remove it or give another directory"
         )
-    shards = _shards(config, dtype.itemsize, max_shard_bytes)
+    tensors = {name: tensor for name, *tensor in _tensors(config)}
+    split = split_state_dict_into_shards_factory(
+        tensors,
+        get_storage_size=lambda tensor: math.prod(tensor[0]) * dtype.itemsize,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_bytes,
+    )
     path.mkdir(parents=True, exist_ok=True)
-    weight_map = {}
-    for number, shard in enumerate(shards, start=1):
-        file = WEIGHTS_FILE
-        if len(shards) > 1:
-            file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        shapes = {name: shape for name, shape, *_ in shard}
-        tensors = (
+    for file, names in split.filename_to_tensors.items():
+        shapes = {name: tensors[name][0] for name in names}
+        arrays = (
             _to_file(_fetched(params, parameter.name, layer), parameter, config, dtype)
-            for _, _, parameter, layer in shard
+            for _, parameter, layer in map(tensors.get, names)
         )
-        hf_stream.write(path / file, shapes, dtype, tensors)
-        weight_map |= dict.fromkeys(shapes, file)
-    if len(shards) > 1:
-        size = sum(math.prod(shape) for _, shape, *_ in _tensors(config)) * dtype.itemsize
-        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+        hf_stream.write(path / file, shapes, dtype, arrays)
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         write_json(path / INDEX_FILE, index)
     write_json(path / CONFIG_FILE, content)  # last: with it the directory is complete
 
@@ -285,16 +286,3 @@ def _check_tied(head, embed):
             f"{head.file}: {HEAD.tensor} differs from {EMBED.tensor}, but {CONFIG_FILE} has "
             "tie_word_embeddings true; set it to false to keep both"
         )
-
-
-def _shards(config, item_bytes, max_shard_bytes):
-    """Cuts the model's tensors, in order, into runs below the limit, or of one tensor above it."""
-    shards, size = [[]], 0
-    for tensor in _tensors(config):
-        tensor_bytes = math.prod(tensor[1]) * item_bytes
-        if shards[-1] and size + tensor_bytes > max_shard_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(tensor)
-        size += tensor_bytes
-    return shards

@@ -207,12 +207,10 @@ def _scaling(key: str, given: Mapping[str, Any]) -> RopeScaling | None:
         _refuse(key, given, str(error))
 
 
-def config_json(
-    config: ModelConfig, dtype: np.dtype, extra: Mapping[str, Any], path
-) -> dict[str, Any]:
+def config_json(config: ModelConfig, dtype: np.dtype, extra: Mapping[str, Any]) -> dict[str, Any]:
     """Makes the content of config.json for weights of `dtype`.
 
-    extra: more keys. Raises ValueError for one that the model decides; path: for that message.
+    extra: more keys. Raises ValueError for one that the model decides.
     """
     fixed = {
         "architectures": [config.architecture],
@@ -230,7 +228,7 @@ def config_json(
         fixed["rope_scaling"] = {name: v for name, v in entries.items() if v is not None}
     clash = sorted(set(fixed) & set(extra))
     if clash:
-        raise ValueError(f"{path}: extra_config gives {', '.join(clash)}, which the model decides")
+        raise ValueError(f"extra_config gives {', '.join(clash)}, which the model decides")
     free = {
         "attention_dropout": 0.0,
         "bos_token_id": None,

@@ -27,7 +27,6 @@ class FileTensor:
     """A tensor that begins at byte `start` of a file; `dtype` is safetensors' name."""
 
     file: epath.Path
-    name: str
     shape: tuple[int, ...]
     dtype: str
     start: int
@@ -56,7 +55,7 @@ def header(file: epath.Path) -> dict[str, FileTensor]:
             for name, entry in entries.items():
                 first, last = entry["data_offsets"]
                 shape, dtype = tuple(entry["shape"]), entry["dtype"]
-                tensors[name] = FileTensor(file, name, shape, dtype, begin + first)
+                tensors[name] = FileTensor(file, shape, dtype, begin + first)
                 stop = max(stop, begin + last)
             if stop != size:
                 raise ValueError(f"its header promises {stop} bytes")

@@ -31,15 +31,6 @@ def axis_letters(name: str) -> str:
     return name.rpartition("_")[2]
 
 
-def logical_axes(name: str) -> tuple[str, ...]:
-    """Names the logical axes of a parameter, a transposed one or a low-rank factor, by its name.
-
-    A norm's scale, the one kind of vector with a single axis, is the same on every chip.
-    """
-    letters = axis_letters(name)
-    return ("norm",) if len(letters) == 1 else tuple(AXES[letter] for letter in letters)
-
-
 def normal(key, shape):
     """Makes the random start of a matrix."""
     return 0.02 * jax.random.normal(key, shape)
@@ -158,10 +149,15 @@ class ModelConfig:
 
 
 def param_axes(params: dict[str, Any]) -> dict[str, Any]:
-    """Names the logical axes of every array of a params dict; stacked ones begin with "layer"."""
+    """Names the logical axes of every array of a params dict, transposed or factors, by its name.
+
+    Stacked ones begin with "layer". A norm's scale, the one kind of vector with a single axis, is
+    the same on every chip.
+    """
 
     def axes(path, leaf):
-        names = logical_axes(path[-1].key)
+        letters = axis_letters(path[-1].key)
+        names = ("norm",) if len(letters) == 1 else tuple(AXES[letter] for letter in letters)
         return ("layer",) * (leaf.ndim - len(names)) + names
 
     return jax.tree_util.tree_map_with_path(axes, params)

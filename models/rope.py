@@ -7,7 +7,7 @@ frequencies as a model's config.json says. The fields are named as its keys.
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
@@ -21,11 +21,7 @@ class Llama3Scaling:
     high_freq_factor: float
     original_max_position_embeddings: int
     rope_type: str = "llama3"
-
-    @property
-    def amplitude(self) -> float:
-        """Gives what cosines and sines are multiplied by."""
-        return 1.0
+    amplitude: ClassVar[float] = 1.0  # of cosines and sines
 
     def frequencies(self, frequency_H, *, theta: float):
         """Scales frequency_H: fully below low_freq_factor turns in a text, not above high's.

@@ -120,11 +120,6 @@ class Layer(nnx.Module):
         matrix("down_FD", "mlp.down_proj", "D F"),
     )
 
-    @classmethod
-    def vectors(cls) -> list[str]:
-        """Names the biases and scales, which no product reads."""
-        return [p.name for p in cls.parameters if " " not in p.layout]
-
     def __init__(self, config: ModelConfig, *, key):
         random = [p.name for p in self.parameters if p.init is normal]
         keys = dict(zip(random, jax.random.split(key, len(random)), strict=True))
@@ -225,15 +220,16 @@ class Transformer(nnx.Module):
         """Computes normed last hidden states x_BTD; attend(q_BTNH, k_BTKH, v_BTKH) -> out_BTNH.
 
         They are rounded as `weights` says. remat: a name of REMAT, what of a layer is kept for the
-        backward pass. project, gather, reduce and weights: the
-        layer's. axis: the mesh axis over which heads, feed-forward and vocabulary are split, or
-        None. unroll: unroll the layers instead of scanning them. adapt(a layer's parameters, its
-        adapters) -> the parameters to compute with, where `adapters` is a tree of arrays stacked as
-        the layers are.
+        backward pass. project, gather, reduce and weights: the layer's. axis: the mesh axis over
+        which heads, feed-forward and vocabulary are split, or None. unroll: unroll the layers
+        instead of scanning them. adapt(a layer's parameters, its adapters) -> the parameters to
+        compute with, where `adapters` is a tree of arrays stacked as the layers are.
         """
         graph, state = nnx.split(self.layers)
-        layers, vectors = nnx.to_pure_dict(state), self.config.layer.vectors()
-        layers |= {name: rounded(layers[name], weights.dtype_of(layers[name])) for name in vectors}
+        layers = nnx.to_pure_dict(state)
+        for p in self.config.layer.parameters:
+            if " " not in p.layout:  # biases and scales, which no product reads
+                layers[p.name] = rounded(layers[p.name], weights.dtype_of(layers[p.name]))
         how = {"gather": gather, "reduce": reduce, "project": project, "weights": weights}
 
         def through_layers(x_BTD, cos_sin):

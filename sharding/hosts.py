@@ -131,9 +131,7 @@ def place(tree, shardings):
         array = np.asarray(array)
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
-    if isinstance(shardings, jax.sharding.Sharding):
-        return jax.tree.map(lambda array: one(array, shardings), tree)
-    return jax.tree.map(one, tree, shardings)
+    return jax.tree.map(one, tree, jax.tree.broadcast(shardings, tree))
 
 
 def fetch(tree):

@@ -39,18 +39,13 @@ def make_mesh(
     """
     devices = list(jax.devices() if devices is None else devices)
     count = len(devices)
-    if model < 1 or slices < 1 or (data != -1 and data < 1):
-        raise ValueError(
-            f"mesh.slices = {slices}, mesh.data = {data} and mesh.model = {model}: sizes are at "
-            "least 1 (data may be -1)"
-        )
     _check_slices(devices, slices)
     chips = count // slices
     if data == -1 and chips % model:
         divisors = [n for n in range(1, chips + 1) if chips % n == 0]
         raise ValueError(
             f"mesh.model = {model} does not divide the {chips} devices of a slice; the nearest "
-            f"that does is {nearest(model, divisors)}, of {divisors}"
+            f"that does is {min(divisors, key=lambda n: abs(n - model))}, of {divisors}"
         )
     data = chips // model if data == -1 else data
     if slices * data * model != count:
@@ -90,8 +85,3 @@ def _check_slices(devices: Sequence[jax.Device], slices: int) -> None:
 def _slices_of(devices: Sequence[jax.Device]) -> set[int]:
     """Returns the numbers of the slices that the devices are of; {0} for what is no TPU."""
     return {getattr(device, "slice_index", 0) or 0 for device in devices}
-
-
-def nearest(value: int, choices: Sequence[int]) -> int:
-    """Picks the choice next to `value`, the smaller one of two."""
-    return min(choices, key=lambda choice: (abs(choice - value), choice))

@@ -103,23 +103,19 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, EVERYWHERE)
 
 
-def by_parts(local, mesh: Mesh, *, params, tokens: int):
+def by_parts(local, mesh: Mesh, *, params, rows: int, tokens: int):
     """Maps local(*params, *rows_BT) -> x_BTD over each device's rows and its part of parameters.
 
-    params: trees of PartitionSpecs. tokens: of a row; `local` returns what `split_sum` leaves.
+    params: trees of PartitionSpecs. rows: how many arrays rows_BT there are. tokens: of a row;
+    `local` returns what `split_sum` leaves.
     """
-
-    def everywhere(*arguments):
-        rows_BT = len(arguments) - len(params)
-        return jax.shard_map(
-            local,
-            mesh=mesh,
-            in_specs=(*params, *[BATCH] * rows_BT),
-            out_specs=PartitionSpec(ROW_AXES, "model") if tokens_divide(mesh, tokens) else BATCH,
-            check_vma=False,  # the attention kernels do not say over what their outputs vary
-        )(*arguments)
-
-    return everywhere
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(*params, *[BATCH] * rows),
+        out_specs=PartitionSpec(ROW_AXES, "model") if tokens_divide(mesh, tokens) else BATCH,
+        check_vma=False,  # the attention kernels do not say over what their outputs vary
+    )
 
 
 def tokens_divide(mesh: Mesh, tokens: int) -> bool:

@@ -469,10 +469,7 @@ def test_an_impossible_prompt_is_named(roomy, length):
     assert session.unfinished == []
 
 
-def test_lengths_that_the_cache_is_not_planned_for_are_refused(small, roomy):
-    longer = dataclasses.replace(SAMPLING, max_response_tokens=21)
-    with pytest.raises(ValueError, match=r"responses of 21 tokens .* planned for 20"):
-        Session(*roomy, Stream(RUN_KEY, longer))
+def test_pages_that_do_not_divide_into_blocks_are_refused(small):
     with pytest.raises(ValueError, match=r"page_tokens = 8 .* rollout.block_tokens = 3"):
         build(SMALL, dataclasses.replace(ROOMY, block_tokens=3), small[1])
 

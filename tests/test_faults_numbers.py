@@ -112,7 +112,7 @@ def test_a_number_in_a_checkpoint_is_refused_by_its_name(seed, config, tmp_path)
     """One that is whole otherwise."""
     rng, built = np.random.default_rng(seed), programs(config)
     leaves, structure = jax.tree.flatten(built.state)
-    names, arrays = learner.leaf_names(built.state), [np.ones(a.shape, a.dtype) for a in leaves]
+    names, arrays = [*learner.named(built.state)], [np.ones(a.shape, a.dtype) for a in leaves]
     i = int(rng.choice([i for i, leaf in enumerate(leaves) if leaf.ndim > 0]))
     arrays[i].reshape(-1)[rng.integers(arrays[i].size)] = NOT_FINITE[seed % 3]
     placed = hosts.place(arrays, [leaf.sharding for leaf in leaves])

@@ -63,11 +63,6 @@ def test_reads_are_waited_for_and_in_bounds(capfd):
     assert "RACE" not in capfd.readouterr().out
 
 
-def test_refuses_pages_that_a_tpu_would_lay_out_anew():
-    with pytest.raises(ValueError, match="pages of 16 tokens"):
-        make_case(RUN, **SHAPES["grouped"])(interpret=False)
-
-
 TPUS = ("v5p:2x2x1", pytest.param("v5e:2x2", marks=pytest.mark.slow))
 
 

@@ -197,8 +197,7 @@ class Chip:
         (3, -1, 1, 0, "mesh.slices = 3 does not divide the 4 devices"),
         (1, -1, 3, 0, r"mesh.model = 3 does not .* the 4 devices.*nearest .* 2, of \[1, 2, 4\]"),
         (1, 2, 1, 0, r"2 \* 1 = 2, but there are 4 devices.*mesh.data to -1"),
-        (1, 0, 1, 0, "mesh.data = 0 and mesh.model = 1: sizes are at least 1"),
-        (1, 1, 0, 0, "mesh.data = 1 and mesh.model = 0: sizes are at least 1"),
+        (1, 0, 1, 0, r"1 \* 0 \* 1 = 0, but there are 4 devices.*mesh.data to -1"),
     ],
 )
 def test_a_mesh_that_does_not_fit_the_devices_is_explained(slices, data, model, there, message):

@@ -6,12 +6,11 @@ changes it, since no odd factor has a zero divisor there; of other damage about 
 unseen. The factor is a product of one factor an axis: memory is read once, and nothing is copied.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dapo_jax.learner import named
 from sharding import hosts
 
 # Where a shard begins in its array, and its part of the array's digest.
@@ -74,12 +73,6 @@ def _factors(axis: int, positions):
 def text(total: int) -> str:
     """Writes a sum of parts as a digest."""
     return f"{total % 2**64:016x}"
-
-
-def named(tree) -> dict[str, Any]:
-    """Lists the leaves by their dotted names."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
 def shape_text(array) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from configs.base import leaves, mixture_settings
-from dapo_jax.learner import TrainState, all_finite, checked_names, leaf_names
+from dapo_jax.learner import TrainState, all_finite, checked_names, named
 from dapo_jax.logs.metrics import Step
 from dapo_jax.types import Rollouts
 from sharding import hosts
@@ -39,8 +39,7 @@ def require_finite(tree, where: str, *, advice: str = "give another one") -> Non
     where: what the arrays are, as a message begins.
     """
     # Not in one program: on a CPU what it compares of all arrays would lie in memory at once.
-    finite_N = [bool(hosts.fetch(_is_finite(leaf))) for leaf in jax.tree.leaves(tree)]
-    bad = [name for name, finite in zip(leaf_names(tree), finite_N, strict=True) if not finite]
+    bad = [name for name, leaf in named(tree).items() if not hosts.fetch(_is_finite(leaf))]
     if bad:
         more = f" (and in {len(bad) - 1} more arrays)" if len(bad) > 1 else ""
         raise ValueError(f"{where}: {bad[0]} has values that are not finite{more}; {advice}")

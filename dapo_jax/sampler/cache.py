@@ -29,7 +29,7 @@ WATERMARK_BLOCKS = 2  # blocks of growth for which admission leaves pages free
 SPARE_PROMPTS = 3  # prompts kept in pages, as a multiple of the fewest that fill the slots
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Cache:
     """One data shard's cache consists of pages of `page_tokens` tokens; these are its sizes.
 
@@ -39,9 +39,9 @@ class Cache:
     begin with tokens that an earlier session sampled. `rows`: batches are padded to a multiple.
     """
 
-    slots: int
-    pages: int
-    prompt_pages: int
+    slots: int = 0  # these three are `plan_cache`'s to find
+    pages: int = 0
+    prompt_pages: int = 0
     readers: int
     page_tokens: int
     block_tokens: int
@@ -120,19 +120,9 @@ class Buckets:
 
 
 def plan_cache(
-    *,
-    cache_bytes: int,
-    token_bytes: int,
-    slot_tokens: int,
-    readers: int,
-    page_tokens: int,
-    block_tokens: int,
-    max_prompt_tokens: int,
-    max_response_tokens: int,
-    partial_rollouts: bool,
-    copies: bool,
+    limits: Cache, *, cache_bytes: int, token_bytes: int, slot_tokens: int, copies: bool
 ) -> Cache:
-    """Plans the slots and pages that a device's memory budget holds.
+    """Plans the slots and pages that a device's memory budget holds; limits: all other sizes.
 
     token_bytes: of one token's keys and values on the device. There is a slot for every
     `slot_tokens` response tokens of cache: longer responses take pages that shorter ones leave.
@@ -140,35 +130,25 @@ def plan_cache(
     the pool that plain XLA attends to, of 3/4 at most. Raises ValueError where one request of the
     greatest length would not fit.
     """
-    page_bytes = token_bytes * page_tokens
+    page_bytes = token_bytes * limits.page_tokens
     # Every occupied slot has a page to itself, and admission keeps pages free for growth.
-    slot_tokens = max(slot_tokens, page_tokens + WATERMARK_BLOCKS * block_tokens)
+    slot_tokens = max(slot_tokens, limits.page_tokens + WATERMARK_BLOCKS * limits.block_tokens)
 
     def cache(budget_bytes: int, slots: int) -> Cache:
-        limits = Cache(
-            slots=slots,
-            pages=0,
-            prompt_pages=0,
-            readers=readers,
-            page_tokens=page_tokens,
-            block_tokens=block_tokens,
-            max_prompt_tokens=max_prompt_tokens,
-            max_response_tokens=max_response_tokens,
-            partial_rollouts=partial_rollouts,
-            rows=min(XLA_ROWS, 2 ** (slots - 1).bit_length()) if copies else ROWS,
-        )
+        rows = min(XLA_ROWS, 2 ** (slots - 1).bit_length()) if copies else ROWS
+        planned = dataclasses.replace(limits, slots=slots, rows=rows)
         longest = limits.pages_per_prompt
-        prompt_pages = longest + SPARE_PROMPTS * -(-slots // readers) * min(longest, 2) + 1
-        block_bytes = limits.padded(slots) * block_tokens * token_bytes
+        prompt_pages = longest + SPARE_PROMPTS * -(-slots // limits.readers) * min(longest, 2) + 1
+        block_bytes = planned.padded(slots) * limits.block_tokens * token_bytes
         left = budget_bytes - block_bytes - prompt_pages * page_bytes
         pages = max(0, left // page_bytes)
         pages = pages * 4 // 7 if copies else pages
-        return dataclasses.replace(limits, prompt_pages=prompt_pages, pages=pages)
+        return dataclasses.replace(planned, prompt_pages=prompt_pages, pages=pages)
 
     def plan(budget_bytes: int) -> Cache | None:
         def too_many(slots: int) -> bool:
             pages = cache(budget_bytes, slots).pages
-            return (pages - 1) * page_tokens < slots * slot_tokens
+            return (pages - 1) * limits.page_tokens < slots * slot_tokens
 
         candidates = range(1, budget_bytes // (token_bytes * slot_tokens) + 1)
         slots = max(1, bisect.bisect_left(candidates, True, key=too_many))
@@ -182,8 +162,8 @@ def plan_cache(
             enough_mib += 1 + enough_mib // 50
         raise ValueError(
             f"rollout.cache_mib = {cache_bytes / 2**20:g} does not hold one prompt of "
-            f"{max_prompt_tokens} tokens and one response of {max_response_tokens} on a device; "
-            f"{enough_mib} does"
+            f"{limits.max_prompt_tokens} tokens and one response of "
+            f"{limits.max_response_tokens} on a device; {enough_mib} does"
         )
     return planned
 

@@ -51,7 +51,6 @@ class Engine:
         self._axis = "model" if mesh.shape["model"] > 1 else None
         self.params, self._dtype = params, jax.tree.leaves(params)[0].dtype
         self._rows = rules.rows(mesh)
-        self._page_spec = PartitionSpec(rules.ROW_AXES, "model")
         # Of prompts and of responses: ShapeDtypeStructs with shardings.
         self.pages = self._pool(cache.prompt_pages), self._pool(cache.pages)
         self.new_pages = jax.jit(  # makes both, zeroed
@@ -131,13 +130,11 @@ class Engine:
     def _pool(self, pages: int):
         """Describes a pool of so many pages a shard: a (k_PKHC, v_PKCH) a layer."""
         C, H = self.cache.page_tokens, self.config.head_dim
+        rows_and_heads = (self.shards * pages, self.config.num_kv_heads)
+        sharding = NamedSharding(self.mesh, PartitionSpec(rules.ROW_AXES, "model"))
 
         def array(*tile):
-            return jax.ShapeDtypeStruct(
-                (self.shards * pages, self.config.num_kv_heads, *tile),
-                self._dtype,
-                sharding=NamedSharding(self.mesh, self._page_spec),
-            )
+            return jax.ShapeDtypeStruct((*rows_and_heads, *tile), self._dtype, sharding=sharding)
 
         return ((array(H, C), array(C, H)),) * self.config.num_layers
 

@@ -77,12 +77,8 @@ def truncate(
         # Not what is at least the threshold: a logit that is not finite has to stay one.
         return jnp.where(logits_RV < least_R1, MASKED, logits_RV)
 
-    def kth_best(logits_RV, k):
-        return _kth_best(logits_RV, k, most=max(top_k), axis=axis)
-
-    def of_mass(logits_RV, mass):
-        return _of_mass(logits_RV, mass, axis=axis)
-
+    kth_best = functools.partial(_kth_best, most=max(top_k), axis=axis)
+    of_mass = functools.partial(_of_mass, axis=axis)
     return masked(masked(logits_RV, top_k, 0, kth_best), top_p, 1.0, of_mass)
 
 

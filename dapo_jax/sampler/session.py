@@ -64,17 +64,11 @@ class Session:
     def __init__(self, engine: Engine, params, *streams: Stream):
         """Compiles what is missing and makes empty pages.
 
-        params: the sampler's, on the mesh. Raises ValueError where a stream's limit is more than
-        the cache is planned for.
+        params: the sampler's, on the mesh. A stream's limit is at most what the cache is planned
+        for.
         """
         cache = engine.cache
         samplings = tuple(stream.sampling for stream in streams)
-        longest = max(sampling.max_response_tokens for sampling in samplings)
-        if longest > cache.max_response_tokens:
-            raise ValueError(
-                f"responses of {longest} tokens were asked for, but the cache is planned for "
-                f"{cache.max_response_tokens}"
-            )
         engine.compile(*samplings)
         self._engine, self._samplings = engine, samplings
         self.resume(params)
@@ -129,8 +123,6 @@ class Session:
             )
         limit = self._samplings[stream].max_response_tokens
         limits = [limit] * group_size if max_tokens is None else list(max_tokens)
-        if len(limits) != group_size or not all(1 <= tokens <= limit for tokens in limits):
-            raise ValueError(f"max_tokens needs {group_size} numbers from 1 to {limit}")
         number = len(self._name_Q2)
         if partial is None:
             partial = PartialGroup(cursor, (_NOTHING,) * group_size, (True,) * group_size)

@@ -356,7 +356,16 @@ def cache_plan(
     """The slots and pages that so many bytes of a device hold. ValueError where they hold none."""
     r = config.rollout
     spread = rules.row_degree(mesh) > 1 and kernels.attend_pages is not None
+    limits = Cache(
+        readers=min(r.group_size, SPREAD_READERS) if spread else r.group_size,
+        page_tokens=kernels.page_tokens(r.page_tokens, sizes.head_dim),
+        block_tokens=r.block_tokens,
+        max_prompt_tokens=r.max_prompt_tokens,
+        max_response_tokens=r.max_response_tokens,
+        partial_rollouts=r.partial_rollout_steps > 0,
+    )
     return plan_cache(
+        limits,
         cache_bytes=cache_bytes,
         token_bytes=token_bytes(
             sizes,
@@ -364,11 +373,5 @@ def cache_plan(
             model_degree=mesh.shape["model"],
         ),
         slot_tokens=min(r.slot_tokens, r.max_response_tokens),
-        readers=min(r.group_size, SPREAD_READERS) if spread else r.group_size,
-        page_tokens=kernels.page_tokens(r.page_tokens, sizes.head_dim),
-        block_tokens=r.block_tokens,
-        max_prompt_tokens=r.max_prompt_tokens,
-        max_response_tokens=r.max_response_tokens,
-        partial_rollouts=r.partial_rollout_steps > 0,
         copies=kernels.attend_pages is None,
     )

@@ -34,7 +34,7 @@ class Kernels:
     learner unrolls its layers instead of scanning them, where it recomputes nothing.
     decode_options are the compiler's for the sampler's programs, wide_options further ones for
     those that run many tokens at once, update_options for the update.
-    platforms are those that can run all this; None: all.
+    platform is the one that can run all this; None: any.
     """
 
     attend_rows: Callable
@@ -49,7 +49,7 @@ class Kernels:
     decode_options: Mapping[str, object] = dataclasses.field(default_factory=dict)
     wide_options: Mapping[str, object] = dataclasses.field(default_factory=dict)
     update_options: Mapping[str, object] = dataclasses.field(default_factory=dict)
-    platforms: tuple[str, ...] | None = None
+    platform: str | None = None
 
 
 # Weights and activations are gathered behind products, as MaxText asks for on these chips. Without
@@ -79,7 +79,7 @@ def _tiles(mib: int) -> dict[str, object]:
     return {"xla_tpu_scoped_vmem_limit_kib": str(mib * 1024)}
 
 
-def _tpu(*, interpret: bool, platform: str) -> Kernels:
+def _tpu(*, interpret: bool) -> Kernels:
     return Kernels(
         attend_rows=functools.partial(splash_tpu.splash_attention, interpret=interpret),
         shares_prompts=False,
@@ -88,14 +88,15 @@ def _tpu(*, interpret: bool, platform: str) -> Kernels:
         copy_pages=functools.partial(pages_tpu.copy_pages, interpret=interpret),
         page_tokens=lambda C, H: C if interpret or H % LANES == 0 else C + -C % LANES,
         learn_product=jnp.einsum,
-        decode_product=_decode_product(interpret),
+        # A CPU's product where a CPU interprets the kernels: so its rows keep their bits.
+        decode_product=cpu.weights_first if interpret else jnp.einsum,
         wide_options={} if interpret else _tiles(32),
         update_options={} if interpret else ASYNCHRONOUS | _tiles(48),
-        platforms=(platform,),
+        platform="cpu" if interpret else "tpu",
     )
 
 
-def _gpu(*, interpret: bool, platform: str) -> Kernels:
+def _gpu(*, interpret: bool) -> Kernels:
     return Kernels(
         attend_rows=functools.partial(flash_gpu.flash_attention, interpret=interpret),
         shares_prompts=True,
@@ -103,14 +104,9 @@ def _gpu(*, interpret: bool, platform: str) -> Kernels:
         write_pages=xla.write_pages,
         page_tokens=lambda C, H: C if interpret else triton.padded(C),
         learn_product=jnp.einsum,
-        decode_product=_decode_product(interpret),
-        platforms=(platform,),
+        decode_product=cpu.weights_first if interpret else jnp.einsum,  # as in `_tpu`
+        platform="cpu" if interpret else "gpu",
     )
-
-
-def _decode_product(interpret: bool) -> Callable:
-    """Chooses a CPU's product where a CPU interprets the kernels: so its rows keep their bits."""
-    return cpu.weights_first if interpret else jnp.einsum
 
 
 XLA = Kernels(
@@ -127,12 +123,12 @@ KERNELS = {
         learn_product=cpu.small_side_transposed,
         unrolls_layers=True,  # a loop copies the weights of each layer
         decode_options=cpu.DECODE_OPTIONS,
-        platforms=("cpu",),
+        platform="cpu",
     ),
-    "gpu": _gpu(interpret=False, platform="gpu"),
-    "gpu_interpret": _gpu(interpret=True, platform="cpu"),  # a GPU's programs, slowly
-    "tpu": _tpu(interpret=False, platform="tpu"),
-    "tpu_interpret": _tpu(interpret=True, platform="cpu"),  # the pod's programs, slowly
+    "gpu": _gpu(interpret=False),
+    "gpu_interpret": _gpu(interpret=True),  # a GPU's programs, slowly
+    "tpu": _tpu(interpret=False),
+    "tpu_interpret": _tpu(interpret=True),  # the pod's programs, slowly
     "xla": XLA,
 }
 
@@ -150,11 +146,11 @@ def kernels_for(name: str, platform: str) -> Kernels:
             f"model.kernels = {name!r} is unknown; choose one of {', '.join(('auto', *KERNELS))}"
         )
     kernels = KERNELS[name]
-    if kernels.platforms is not None and platform not in kernels.platforms:
-        able = [n for n, k in KERNELS.items() if k.platforms is None or platform in k.platforms]
+    if kernels.platform not in (None, platform):
+        able = [other for other, row in KERNELS.items() if row.platform in (None, platform)]
         raise ValueError(
-            f"model.kernels = {name!r} runs on {', '.join(kernels.platforms)} only, but the "
-            f"devices are {platform}; choose one of {', '.join(('auto', *able))}"
+            f"model.kernels = {name!r} runs on {kernels.platform} only, but the devices are "
+            f"{platform}; choose one of {', '.join(('auto', *able))}"
         )
     return kernels
 

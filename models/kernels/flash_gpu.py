@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 
 from models.kernels import triton
-from models.kernels.xla import ATTENTION, MASKED, like
+from models.kernels.xla import ATTENTION, MASKED, like, padded
 
 # For the forward pass, the gradient of queries and those of keys, by the bytes of a value and the
 # size of a head that is not exceeded: tiles with the fewest cycles by count of an H100's
@@ -36,14 +36,11 @@ FEW = 512  # programs that may leave a GPU idle until the longest of them ends
 
 def flash_attention(q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT, *, interpret: bool = False):
     """Does what `packed.packed_attention` does; the head size is a power of two, 16 or more."""
-    tokens = q_BTNH.shape[1]
-    missing = -tokens % max(max(tile[:2]) for tile in _tiles(q_BTNH))
-
-    def pad(array):
-        return jnp.pad(array, ((0, 0), (0, missing)) + ((0, 0),) * (array.ndim - 2))
-
+    longest = max(max(tile[:2]) for tile in _tiles(q_BTNH))
+    pad = functools.partial(padded, multiple=longest)
     until_BT = _until(pad(segment_BT), pad(branch_BT))
-    return _attention(interpret, *map(pad, (q_BTNH, k_BTKH, v_BTKH)), until_BT)[:, :tokens]
+    out_BTNH = _attention(interpret, *map(pad, (q_BTNH, k_BTKH, v_BTKH)), until_BT)
+    return out_BTNH[:, : q_BTNH.shape[1]]
 
 
 def _tiles(q_BTNH) -> tuple:

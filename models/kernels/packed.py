@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 
-from models.kernels.xla import ATTENTION, MASKED
+from models.kernels.xla import ATTENTION, MASKED, padded
 
 BLOCK_TOKENS = 64
 BLOCKS = 16  # query blocks computed together (W)
@@ -29,14 +29,9 @@ def packed_attention(q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT):
     Token t looks at the tokens s <= t of its segment that are of its branch or of branch 0, the
     prompt that the branches have in common. Numbers rise along a row; segment 0 is padding.
     """
-    tokens = segment_BT.shape[1]
-    missing = -tokens % BLOCK_TOKENS
-
-    def pad(array):
-        return jnp.pad(array, ((0, 0), (0, missing)) + ((0, 0),) * (array.ndim - 2))
-
-    out_BTNH = _attention(*map(pad, (q_BTNH, k_BTKH, v_BTKH)), *map(pad, (segment_BT, branch_BT)))
-    return out_BTNH[:, :tokens]
+    rows_BT = (q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT)
+    out_BTNH = _attention(*(padded(array_BT, BLOCK_TOKENS) for array_BT in rows_BT))
+    return out_BTNH[:, : segment_BT.shape[1]]
 
 
 @struct.dataclass

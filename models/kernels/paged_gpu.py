@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from models.kernels import triton
-from models.kernels.xla import MASKED, like
+from models.kernels.xla import MASKED, accumulate, like
 
 SPLIT_TOKENS = 512  # of one head, 128 to 256 KiB of keys and values in bfloat16
 TILE_TOKENS = 64
@@ -139,7 +139,8 @@ def _split_kernel(
             x_QW = triton.dot(q_QH, k_ref[page, h, :, where]) * H**-0.5
             # What does not live may be anything, NaN included, and 0 * NaN is NaN.
             v_WH = triton.load(v_ref.at[page, h, where, :], mask=is_live_W[:, None], other=0.0)
-            return _accumulate(state, jnp.where(is_live_W[None], x_QW, MASKED), v_WH)
+            x_QW = jnp.where(is_live_W[None], x_QW, MASKED)
+            return accumulate(state, x_QW, v_WH, triton.dot)
 
         begin, end = (jnp.maximum(first + i, 0) * F for i in (0, pages))
         return lax.fori_loop(begin, jnp.minimum(end, pl.cdiv(tokens, W)), add_tile, state)
@@ -182,7 +183,7 @@ def _combine_kernel(
     x_QR = triton.dot(q_QH, k_recent_ref[b, h]) * H**-0.5
     is_live_R = jnp.arange(R) < recent_tokens_ref[b]
     x_QR = jnp.where(is_live_R[None], x_QR, MASKED)
-    state = _accumulate(_no_tokens(q_QH), x_QR, v_recent_ref[b, h])
+    state = accumulate(_no_tokens(q_QH), x_QR, v_recent_ref[b, h], triton.dot)
     slot_pages = sum(pl.cdiv(ref[b], page_tokens) for ref in (prompt_tokens_ref, tokens_ref))
 
     def add_piece(split, state):
@@ -217,14 +218,3 @@ def _no_tokens(q_QH):
     """Makes the state (max_Q1, sum_Q1, out_QH) of a running softmax before its first token."""
     Q, H = q_QH.shape
     return jnp.full((Q, 1), MASKED), jnp.zeros((Q, 1)), jnp.zeros((Q, H))
-
-
-def _accumulate(state, x_QW, v_WH):
-    """Adds W more scores and values to the running softmax (max_Q1, sum_Q1, out_QH)."""
-    max_Q1, sum_Q1, out_QH = state
-    new_max_Q1 = jnp.maximum(max_Q1, x_QW.max(axis=1, keepdims=True))
-    p_QW = jnp.exp(x_QW - new_max_Q1)
-    decay_Q1 = jnp.exp(max_Q1 - new_max_Q1)
-    sum_Q1 = sum_Q1 * decay_Q1 + p_QW.sum(axis=1, keepdims=True)
-    out_QH = out_QH * decay_Q1 + triton.dot(p_QW.astype(v_WH.dtype), v_WH)
-    return new_max_Q1, sum_Q1, out_QH

@@ -20,8 +20,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from models.kernels.pages_tpu import LANES, as_stored, token_axes
-from models.kernels.xla import MASKED, like
+from models.kernels.pages_tpu import as_stored, token_axes
+from models.kernels.xla import MASKED, accumulate, like
 
 BLOCK_BYTES = 256 * 1024  # of the keys of a block, and as much of its values
 BUFFERS = 3  # blocks in VMEM: one being computed, two being read
@@ -51,17 +51,12 @@ def paged_attention(
     Returns out_BNH in q's dtype. A slot's numbers do not depend on other slots, on X or on which
     pages it has. The page ids of live pages have to be valid: on TPU they are not checked.
     Inside shard_map the result varies over the mesh axes that q_BNH varies over.
-    Raises ValueError (unless interpreted) where neither H nor C is a multiple of 128: XLA would
-    copy such a pool into another layout at every call.
+    Where neither H nor C is a multiple of 128 XLA would copy the pools into another layout at every
+    call: `Kernels.page_tokens` makes C one.
     """
     B, N, H = q_BNH.shape
     _, K, C, _ = pool[1].shape
     Q, S = N // K, min(B, SLOTS)
-    if H % LANES and C % LANES and not interpret:
-        raise ValueError(
-            f"head size {H} with pages of {C} tokens: set the tokens of a page to a multiple of "
-            f"{LANES}, which a head size below {LANES} needs"
-        )
     k_token_axis, v_token_axis = axes = token_axes(C, H)
     pools = (*as_stored(*prompt_pool, axes), *as_stored(*pool, axes))
     live_B = jnp.where(prompt_tokens_B + tokens_B > 0, jnp.arange(B), B)
@@ -151,6 +146,7 @@ def _kernel(
     first = pl.program_id(0) * S
     end = jnp.minimum(first + S, tokens_ref.shape[0])
     pools = ((k_prompts_ref, v_prompts_ref), (k_responses_ref, v_responses_ref))
+    times_values = functools.partial(_dot, axis=v_token_axis)
 
     def next_live(slot):
         return jnp.where(slot < end, next_live_ref[jnp.minimum(slot, end - 1)], end)
@@ -256,7 +252,7 @@ def _kernel(
                 )
                 x_QW = _dot(q_ref[slot - first, h], k, axis=1 - k_token_axis) * H**-0.5
                 x_QW = jnp.where(live_1W, x_QW, MASKED)
-                new_state.append(_accumulate(state[h], x_QW, v, token_axis=v_token_axis))
+                new_state.append(accumulate(state[h], x_QW, v, times_values))
             return item, lax.rem(buffer + 1, BUFFERS), new_state
 
         def recent(h):
@@ -285,16 +281,6 @@ def _kernel(
         recent_state_ref[:, h, :, 1:2] = p_SQR.sum(axis=2, keepdims=True)
 
     lax.fori_loop(first, end, attend_slot, (item, jnp.int32(0)))
-
-
-def _accumulate(state, x_QW, v, *, token_axis: int):
-    """Adds W more scores and values to the running softmax (max_Q1, sum_Q1, out_QH)."""
-    max_Q1, sum_Q1, out_QH = state
-    new_max_Q1 = jnp.maximum(max_Q1, x_QW.max(axis=1, keepdims=True))
-    p_QW = jnp.exp(x_QW - new_max_Q1)
-    decay_Q1 = jnp.exp(max_Q1 - new_max_Q1)
-    sum_Q1 = sum_Q1 * decay_Q1 + p_QW.sum(axis=1, keepdims=True)
-    return new_max_Q1, sum_Q1, out_QH * decay_Q1 + _dot(p_QW.astype(v.dtype), v, axis=token_axis)
 
 
 def _dot(a, b, *, axis: int):

@@ -17,16 +17,11 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
     make_splash_mha_single_device,
 )
 
-from models.kernels.xla import ATTENTION
+from models.kernels.xla import ATTENTION, padded
 
 # Smaller blocks hold fewer pairs of different segments, but the kernel has a step for every block,
 # visited or not. Blocks of 2,048 do not fit the 16 MiB of VMEM that a kernel may have on v5e.
 BLOCK_TOKENS = 1024
-
-
-def block_tokens(row_tokens: int) -> int:
-    """The side of the blocks of a row of so many tokens, which is padded to whole blocks."""
-    return min(BLOCK_TOKENS, row_tokens + -row_tokens % 128)
 
 
 def visited_blocks(segment_BT, block: int):
@@ -68,11 +63,8 @@ def splash_attention(q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT, *, interpret
     means nothing, but is finite.
     """
     tokens, N, H = q_BTNH.shape[1:]
-    block = block_tokens(tokens)
-
-    def pad(array):
-        return jnp.pad(array, ((0, 0), (0, -tokens % block)) + ((0, 0),) * (array.ndim - 2))
-
+    block = min(BLOCK_TOKENS, tokens + -tokens % 128)
+    pad = functools.partial(padded, multiple=block)
     q_BNTH, k_BKTH, v_BKTH = (pad(a).swapaxes(1, 2) for a in (q_BTNH, k_BTKH, v_BTKH))
     segment_BT = pad(segment_BT)
     T = segment_BT.shape[1]

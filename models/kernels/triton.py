@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 ROWS = 16  # the fewest that a product takes
+load, store = plgpu.load, plgpu.store  # where a mask is True
 
 
 def padded(size: int) -> int:
@@ -49,16 +50,6 @@ def call(
         interpret=interpret,
         name=name,
     )(*arrays)
-
-
-def load(ref, *, mask, other):
-    """Loads what the reference points to where the mask is True, and `other` elsewhere."""
-    return plgpu.load(ref, mask=mask, other=other)
-
-
-def store(ref, value, *, mask):
-    """Stores a value where the mask is True."""
-    plgpu.store(ref, value, mask=mask)
 
 
 def exp2(x, scale: float, shift, *, interpret: bool):
