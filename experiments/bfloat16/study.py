@@ -48,6 +48,7 @@ STUDY = Study(
             ("tis", "learner"),
         )
     ],
+    seeds=(0, 1, 2),
 )
 COMPARED = (
     ("bfloat16_before", "float32"),
