@@ -6,7 +6,9 @@ from experiments.study import CLIPPED, Claim, Study
 STEPS = 8
 BF16 = "model.compute_dtype=bfloat16"
 AREA = accuracy_over(32_000)
+ALL_STEPS = mean("accuracy, mean of all steps, %", "accuracy/mean", scale=100)
 HELD_OUT = final_score("sums", "mean@8")
+ENTROPY = last("entropy of trained tokens, nats", "entropy", form="{:.3f}")
 
 STUDY = Study(
     title="bfloat16 on SmolLM2-135M",
@@ -26,10 +28,11 @@ STUDY = Study(
     },
     quantities=(
         AREA,
+        ALL_STEPS,
         HELD_OUT,
         mean("ratio gap, %", "ratio_gap", scale=100, form="{:.2f}"),
         *CLIPPED,
-        last("entropy of trained tokens, nats", "entropy", form="{:.3f}"),
+        ENTROPY,
     ),
     drawn={
         "accuracy/mean": "accuracy of the sampled responses",
@@ -47,6 +50,12 @@ STUDY = Study(
             ("learner", "bfloat16"),
             ("tis", "learner"),
         )
+    ],
+    post_hoc=[
+        Claim(ALL_STEPS, "float32", +1, "bfloat16_before"),
+        Claim(ENTROPY, "float32", -1, "bfloat16_before"),
+        Claim(ENTROPY, "float32", -1, "bfloat16"),
+        Claim(ENTROPY, "bfloat16", -1, "bfloat16_before"),
     ],
     seeds=(0, 1, 2),
 )

@@ -145,7 +145,8 @@ def rows_of(workdir: pathlib.Path, *, of_study, file: pathlib.Path) -> list[dict
         new = [row(START, seed, of.start_params(), batches, texts)]
         for point in of_seed:
             saved = Checkpoints(point.workdir / "checkpoints", keep=None)
-            _, params, _ = policy.restored(of, saved, steps)
+            how = {"may_differ": ("model.compute_dtype",)}  # all by the first run's
+            _, params, _ = policy.restored(of, saved, steps, **how)
             responses = responses_of(point.workdir, steps)
             new.append(row(point.arm, seed, params, batches, responses))
         for one in new:
