@@ -83,7 +83,7 @@ TABLE_1 = (
     "dapo",
 )
 
-# Old names of keys, which committed rows of studies have.
+# Old names of keys: committed rows of studies have them, and a flag or file is told the new one.
 RENAMED = {
     "rollout.carry_over_steps": "rollout.partial_rollout_steps",
     "algo.gate": "algo.policy_loss",
