@@ -201,8 +201,9 @@ _SCIENTIFIC = re.compile(
     r"[{(]*([+-]?[0-9]{1,3})[)}]*"
 )
 _FRACTION = re.compile(r"([+-]?)([0-9]*)\\frac\{([^{}]*)\}\{([^{}]*)\}")
+_MIXED = re.compile(r"([+-]?)([0-9]+) (?![0-9]{3}/)([0-9]+)/([0-9]+)")
 _WORDS = rf"{TEXT}\{{(?![^{{}}]*{DOUBT})[^{{}}\d]*\}}"
-_NO_VALUE = re.compile(rf"_(?:\{{\w+\}}|\w)|(?<=[a-zA-Z])\([^()]*\)|{_WORDS}")
+_NO_VALUE = re.compile(rf"_(?:\{{\w+\}}|\w)|(?<=[a-zA-Z'])\([^()]*\)|{_WORDS}")
 _NO_NAME = re.compile(r"[\d,]|^-|(?<!\\)\b[A-Za-z]+ \w|\\text|\\mbox")
 _SENTENCE = re.compile(r"(?<=[.!?])\s+|\n")
 _HYPOTHESIS = re.compile(
@@ -340,7 +341,7 @@ def exact_number(text: str) -> Fraction | None:
     Decimals may have a power of ten, as in `4.65 \\times 10^{5}` and `4.65e5`.
     """
     text, _ = split_unit(text, of_number=True)
-    if match := _FRACTION.fullmatch(text):
+    if match := _FRACTION.fullmatch(text) or _MIXED.fullmatch(text):
         sign, whole, top, bottom = match.groups()
     else:
         sign, whole = "", ""

@@ -149,6 +149,12 @@ _ORDER = re.compile(
 )
 _CLIPPED = re.compile(r"\.\.|\^\{?\\circ|…|\\[a-z]?dots|\\overline|\\overset|\\[bp]?mod(?![a-z])")
 _BASE = re.compile(r"(?<=[\d)])_(?:\{?(\w+)\}?)")
+_DERIVATIVE = re.compile(r"\\frac\{(?:d|\\partial)(?![a-z]{2})[^{}]*\}\{(?:d|\\partial)[^{}]*\}")
+# Where the order of a product counts: transposes, cross products, matrices side by side.
+_IN_ORDER = re.compile(
+    r"\^\{?(?:T|\\top|\*|\\dagger)|[a-zA-Z}] ?\\times ?(?:[a-zA-Z]|\\(?:vec|mathbf))"
+    r"|(?<![A-Za-z\\])[A-Z]{2}"
+)
 _DATE_OR_TIME = re.compile(r"\d:\d|\d-\d+-\d")
 _COMMA = re.compile(r"[,;](?![^()\[\]{}]*[)\]}])")  # outside brackets
 _UNKNOWN = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{1,2}(?![A-Za-z])")
@@ -156,11 +162,20 @@ _DEGREES = re.compile(r"(\d+)\^\{?\\circ\}?")
 _DECIMAL = re.compile(
     r"(?<![\d.])(?!(?<=\d,)\d{3}\.)(\d*)\.(\d+)(?!\d|\.|\\?%|\\(?:overline|bar|dot))"
 )
+# The library adds numbers that stand side by side, and reads y' as y.
+_SPELLED_OUT = (
+    (re.compile(r"(?<![\d.^_])(\d+) ?\\frac\{(\d+)\}\{(\d+)\}"), r"(\1+\\frac{\2}{\3})"),
+    (re.compile(r"(?<![\d.^_])(\d+) (\d+)/(\d+)"), r"(\1+\\frac{\2}{\3})"),
+    (re.compile(r"(?<![\d.^_])(\d+) ?(?=\(|\\frac|\\binom)"), r"\1\\cdot "),
+    (re.compile(r"(?<![_^]\{\w)(?<![A-Za-z])\}(?=\()|(?<=\d)\)(?=[\d(]|\\frac)"), r"\g<0>\\cdot "),
+    (re.compile(r"\\frac(\\[a-z]+) ?(\d)"), r"\\frac{\1}{\2}"),
+    (re.compile(r"([A-Za-z])('+)"), lambda it: f"{it[1]}_{{90{len(it[2])}}}"),
+)
 _REMAINDER = re.compile(r"(\d+) ?\\bmod ?([1-9]\d*)")
 _OPENS_SET = re.compile(r"(?:\\left)?\\\{")
 _OPENS_LIST = re.compile(r"(?:\\left)?[(\[](?!.*[)\]],)")
 _DANGLES = re.compile(
-    r"[-+*/^=,]$|^[*/^=,]|->|=/|\\(?:to|rightarrow|implies|mapsto)(?![a-z])|[#?@]|\d'"
+    r"[-+*/^=,]$|^[*/^=,]|->|=/|\\(?:to|rightarrow|implies|mapsto)(?![a-z])|[#?@]|\d'|\d \d(?!\d*/)"
 )
 
 
@@ -248,11 +263,13 @@ def _same_number(
 def _hopeless(one: str, other: str) -> bool:
     """Returns True for an answer that is no formula, or one of another kind than the truth.
 
-    The library reads a number even in "42 steps", drops a base and "...", and turns a date into a
-    difference.
+    The library reads a number even in "42 steps", drops a base and "...", turns a date into a
+    difference, and multiplies matrices in any order.
     """
     return bool(
         _words(one) != _words(other)
+        or _DERIVATIVE.findall(one) != _DERIVATIVE.findall(other)
+        or (_IN_ORDER.search(f"{one} {other}") and _terms(one) != _terms(other))
         or _BASE.findall(one) != _BASE.findall(other)
         or bool(_CLIPPED.search(one)) != bool(_CLIPPED.search(other))
         or (_OPENS_SET.match(one) and _OPENS_LIST.match(other))
@@ -261,6 +278,11 @@ def _hopeless(one: str, other: str) -> bool:
         or _DATE_OR_TIME.search(f"{one} {other}")
         or _DANGLES.search(one)
     )
+
+
+def _terms(form: str) -> list[str]:
+    """Lists the signed terms of a sum in one order, their factors as they stand."""
+    return sorted(re.findall(r"[+-][^+-]*", re.sub(r"^(?![+-])", "+", re.sub(r"[ {}]", "", form))))
 
 
 def _words(form: str) -> set[str]:
@@ -390,6 +412,8 @@ def _read(formula: str) -> list:
     from math_verify.parser import NormalizationConfig
 
     formula = _DEGREES.sub(r"(\1\\cdot\\frac{\\pi}{180})", _AND.sub(", ", formula))
+    for pattern, new in _SPELLED_OUT:
+        formula = pattern.sub(new, formula)
     formula = _REMAINDER.sub(lambda digits: str(int(digits[1]) % int(digits[2])), formula)
     formula = _DECIMAL.sub(
         lambda number: rf"\frac{{{number[1]}{number[2]}}}{{1{'0' * len(number[2])}}}", formula

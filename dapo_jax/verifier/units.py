@@ -51,7 +51,13 @@ RAISED_DIGITS = "[⁻⁰¹²³⁴-⁹]+"
 TEXT = r"\\(?:text(?:rm|normal)?|mathrm|mbox)"
 TEXT_GROUP = re.compile(TEXT + r"\{((?:[^{}]|\^\{-?\d\})*)\}")
 _NAME = re.compile(r"[A-Za-z]\w*(?:\([^()]*\))?(?:[-+/][A-Za-z]\w*(?:\([^()]*\))?)*")
-_VARIABLE_ARGUMENT = re.compile(r"\([A-Za-z]\)")
+_VARIABLE_ARGUMENT = re.compile(r"\([a-z]\)")
+# What makes more than a name of the left side of "=": |z|, y', dy/dx, e^x, ln x; not f^-1, nor
+# lengths between points and their ratio.
+_FORMULA = re.compile(
+    r"^(?!\|[A-Z]{2}\|$|\\frac[A-Z]{4}$).*"
+    r"(?:['|]|\^(?![-\d])|\\(?:bar|ddot|dot|frac|partial|ln|log|exp|sqrt|cdot|times|sin|cos|tan))"
+)
 
 # Words that make another answer of the number beside them, or no answer.
 DOUBT = (
@@ -159,20 +165,23 @@ def unit_of(text: str) -> str:
 def differ(one: str, other: str) -> bool:
     """Returns True where the unit or name of an answer is another than that of the truth.
 
-    A count is no measure, and degrees of a temperature are asked for by name.
+    A count is no measure. Degrees of a temperature, and a formula before "=", are asked for.
     """
     if "#" in (one, other):
         factors = f"{one} {other}".replace("#", "").split()
         return bool(factors) and all(it.partition("^")[0] in _MEASURES for it in factors)
-    return one != other and bool((other and one) or one in ("°C", "°F"))
+    return one != other and bool((other and one) or one in ("°C", "°F") or _FORMULA.search(other))
 
 
 def name_of(text: str) -> str:
     """Returns one spelling for all of an unknown or function before "="; "" for other text.
 
-    The order of a sum of unknowns says nothing (m+n is n+m), nor does the letter of an argument.
+    The order of a sum of unknowns says nothing (m+n is n+m), nor does the letter of an argument;
+    a formula is its own name.
     """
-    name = re.sub(r"[\s{}]", "", text)
+    name = re.sub(r"[\s{}]|\\angle(?![a-z])", "", text)
+    if _FORMULA.search(re.sub(r"\([^()]*\)", "", name)):  # P(A|B) is a name
+        return name
     if not _NAME.fullmatch(name) or max(map(len, re.split(r"[^A-Za-z]+", name))) > 2:
         return ""
     return "+".join(sorted(_VARIABLE_ARGUMENT.sub("", name).split("+")))
