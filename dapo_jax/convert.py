@@ -9,6 +9,7 @@ the same ids. --family=MODULE names a model family of one's own.
 """
 
 import contextlib
+import json
 import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -53,7 +54,7 @@ def convert(
         tokenizer_path, config = from_path, load_config(from_path)
         shardings = jax.sharding.SingleDeviceSharding(host)
         params = hf.load_params(from_path, config, dtype=dtype, shardings=shardings)
-        kept = _kept(read_config(from_path))
+        kept, ends = _kept(read_config(from_path)), None
     else:
         workdir = pathlib.Path(from_path)
         run_config = policy.run_config(workdir, trust_code=trust_code)
@@ -67,6 +68,7 @@ def convert(
         model_path = hub.local(run_config.model.path)
         tokenizer_path = epath.Path(hub.local(run_config.tokenizer.path) or model_path)
         kept = _kept(read_config(model_path)) if model_path else {}
+        ends = list(run.tokenizer.stop_ids)
     with jax.default_device(host):  # host arrays may be large
         require_finite(params, f"--from={source} in {dtype}")
 
@@ -78,6 +80,11 @@ def convert(
         else:
             for name in names:
                 (tokenizer_path / name).copy(folder / name)
+            if ends and names:  # readers of the export stop where the run did
+                kept["eos_token_id"] = ends if len(ends) > 1 else ends[0]
+                file = folder / "generation_config.json"
+                raw = json.loads(file.read_text()) if file.exists() else {}
+                file.write_text(json.dumps(raw | {"eos_token_id": kept["eos_token_id"]}, indent=2))
         hf.save_hf(params, config, folder, dtype=dtype, extra_config=kept)
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     return f"{source} -> {target}: {count:,} parameters in {dtype}; also {', '.join(names) or '-'}"

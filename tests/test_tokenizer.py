@@ -106,7 +106,8 @@ ENDS = (
     ({}, None, {"eos_token_id": 258}, False, [258, 256]),
     ({}, {"eos_token_id": [257]}, {"eos_token_id": 258}, False, [257, 256]),
     ({}, {"temperature": 0.7}, {"eos_token_id": 258}, False, [258, 256]),
-    ({"eos_token": "<|endoftext|>"}, {"eos_token_id": 256}, None, True, [256]),
+    # Qwen2.5's base models name <|endoftext|> alone: right answers had <|im_end|> behind them.
+    ({"eos_token": "<|endoftext|>"}, {"eos_token_id": 256}, None, True, [258, 256]),
 )
 
 
@@ -355,3 +356,11 @@ def test_qwen_chat_template(qwen_folder, qwen_chat, messages):
     how = {"tokenize": True, "add_generation_prompt": True, "return_dict": False}
     theirs = AutoTokenizer.from_pretrained(qwen_folder)
     assert qwen_chat.encode_chat(messages) == theirs.apply_chat_template(messages, **how)
+
+
+def test_a_begun_answer_is_gone_on_from(bpe_folder, tmp_path):
+    """A prompt that ends with the assistant's first words was closed, and a second turn began."""
+    tokenizer = load(copy_of(bpe_folder, tmp_path, chat_template=CHATML), chat="template")
+    begun = [*user("6 * 7?"), {"role": "assistant", "content": "Let me think."}]
+    ids = tokenizer.encode_chat(begun)
+    assert ids == tokenizer.encode_chat(user("6 * 7?")) + tokenizer.encode("Let me think.")

@@ -55,6 +55,8 @@ class HuggingFaceTokenizer:
             ends += [text for text in ["<|endoftext|>"] if text in ids]
             if chat == "template" or not ends:
                 ends.insert(0, self._tokenizer.eos_token)
+            if chat == "template":
+                ends.insert(0, self._end_of_turn())
             stop_tokens = list(filter(None, ends))
         if chat == "template":
             with _of_library(folder, 'has no chat template: add it or set tokenizer.chat="none"'):
@@ -62,6 +64,18 @@ class HuggingFaceTokenizer:
         self.stop_ids = _stop_ids(stop_tokens, ids, folder)
         pad_id = self._tokenizer.pad_token_id
         self.pad_id = self.stop_ids[0] if pad_id is None else pad_id
+
+    def _end_of_turn(self) -> str | None:
+        """Returns the special token that the template writes behind an answer; None without one."""
+        roles = {"user": "a question", "assistant": "an answer"}
+        messages = [{"role": role, "content": text} for role, text in roles.items()]
+        try:
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False)
+        except Exception:  # some templates take no such conversation
+            return None
+        behind = text.rpartition(roles["assistant"])[2].lstrip()
+        special = [it.content for it in self._tokenizer.added_tokens_decoder.values() if it.special]
+        return max(filter(behind.startswith, special), key=len, default=None)
 
     def encode(self, text: str) -> list[int]:
         """Encodes plain text: nothing is added, and no text becomes a special token."""
@@ -76,9 +90,11 @@ class HuggingFaceTokenizer:
         if self.chat == "none":
             return self._encode(plain_text(messages), add_special_tokens=True)
         roles = [message["role"] for message in messages]
+        begun = roles[-1] == "assistant"  # an answer's first words, to go on from
+        how = {"add_generation_prompt": not begun, "continue_final_message": begun}
         with _of_library(self._folder, f"has no prompt for roles {roles} by its template"):
             return self._tokenizer.apply_chat_template(
-                list(messages), tokenize=True, add_generation_prompt=True, return_dict=False
+                list(messages), tokenize=True, return_dict=False, **how
             )
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -124,8 +140,8 @@ def load_tokenizer(path: PathLike, *, stop_tokens: Sequence[str] | None, chat: s
         file of a tokenizer is tokenizer.model is a sentencepiece model too.
     stop_tokens: the texts of the tokens that end a response. None takes those of the directory's
         generation_config.json, or config.json, and <|endoftext|> where it exists; with the chat
-        template the tokenizer's end-of-sequence token too (<|im_end|> for Qwen2.5-Instruct), and
-        without any of them that token alone.
+        template the tokenizer's end-of-sequence token too, and the special token that the template
+        writes behind an answer (<|im_end|> for Qwen2.5), and without any of them that token alone.
     chat: "template" (transformers' apply_chat_template, with the prompt for the assistant's turn)
         or "none" (the contents of the messages as plain text, in which no text becomes a special
         token, with what the tokenizer puts around a text, such as Llama 3's <|begin_of_text|>);
