@@ -39,6 +39,7 @@ TEMPLATES = {
 }
 BOX = "\\boxed"
 SHOWN_BAD_ROWS = 5
+MAX_DIGITS = 15  # that a double holds of any decimal
 
 
 class Kind(NamedTuple):
@@ -269,6 +270,9 @@ def answer_of(value: object, name: str, mark: str) -> str:
     if isinstance(value, int | float) and not isinstance(value, bool):
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{name} is {value}")
+        digits = repr(value).partition("e")[0].strip("-0.").replace(".", "")
+        if isinstance(value, float) and len(digits) > MAX_DIGITS:
+            raise ValueError(f"{name} is {value}, rounded by a computation: write it as a text")
         return f"{Decimal(str(value + 0)):f}".removesuffix(".0")  # -0.0 + 0 is 0.0
     answer = _text(value, name)
     if mark == BOX:
