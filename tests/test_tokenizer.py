@@ -358,6 +358,13 @@ def test_qwen_chat_template(qwen_folder, qwen_chat, messages):
     assert qwen_chat.encode_chat(messages) == theirs.apply_chat_template(messages, **how)
 
 
+def test_a_template_that_leaves_answers_out_names_no_end(bpe_folder, tmp_path):
+    """Its first special token, the header of the question, stopped every response."""
+    silent = CHATML.replace("for m in messages", "for m in messages if m.role == 'user'")
+    folder = copy_of(bpe_folder, tmp_path, chat_template=silent, eos_token="<|endoftext|>")
+    assert load(folder, chat="template").stop_ids == (256,)
+
+
 def test_a_begun_answer_is_gone_on_from(bpe_folder, tmp_path):
     """A prompt that ends with the assistant's first words was closed, and a second turn began."""
     tokenizer = load(copy_of(bpe_folder, tmp_path, chat_template=CHATML), chat="template")

@@ -73,9 +73,11 @@ class HuggingFaceTokenizer:
             text = self._tokenizer.apply_chat_template(messages, tokenize=False)
         except Exception:  # some templates take no such conversation
             return None
-        behind = text.rpartition(roles["assistant"])[2].lstrip()
+        _, found, behind = text.rpartition(roles["assistant"])
+        if not found:  # the template leaves answers out
+            return None
         special = [it.content for it in self._tokenizer.added_tokens_decoder.values() if it.special]
-        return max(filter(behind.startswith, special), key=len, default=None)
+        return max(filter(behind.lstrip().startswith, special), key=len, default=None)
 
     def encode(self, text: str) -> list[int]:
         """Encodes plain text: nothing is added, and no text becomes a special token."""
