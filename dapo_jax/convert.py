@@ -54,7 +54,7 @@ def convert(
         tokenizer_path, config = from_path, load_config(from_path)
         shardings = jax.sharding.SingleDeviceSharding(host)
         params = hf.load_params(from_path, config, dtype=dtype, shardings=shardings)
-        kept, ends = _kept(read_config(from_path)), None
+        kept, ends = _kept(read_config(from_path)), []
     else:
         workdir = pathlib.Path(from_path)
         run_config = policy.run_config(workdir, trust_code=trust_code)
@@ -80,11 +80,12 @@ def convert(
         else:
             for name in names:
                 (tokenizer_path / name).copy(folder / name)
-            if ends and names:  # readers of the export stop where the run did
-                kept["eos_token_id"] = ends if len(ends) > 1 else ends[0]
-                file = folder / "generation_config.json"
-                raw = json.loads(file.read_text()) if file.exists() else {}
-                file.write_text(json.dumps(raw | {"eos_token_id": kept["eos_token_id"]}, indent=2))
+        if ends and names:  # readers of the export stop where the run did
+            end = {"eos_token_id": ends if len(ends) > 1 else ends[0]}
+            file = folder / "generation_config.json"
+            raw = json.loads(file.read_text()) if file.exists() else {}
+            file.write_text(json.dumps(raw | end, indent=2))
+            kept |= end
         hf.save_hf(params, config, folder, dtype=dtype, extra_config=kept)
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     return f"{source} -> {target}: {count:,} parameters in {dtype}; also {', '.join(names) or '-'}"

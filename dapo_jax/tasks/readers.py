@@ -13,6 +13,7 @@ import io
 import math
 import pathlib
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from decimal import Decimal
 from typing import Any, NamedTuple, TypeVar
@@ -39,7 +40,6 @@ TEMPLATES = {
 }
 BOX = "\\boxed"
 SHOWN_BAD_ROWS = 5
-MAX_DIGITS = 15  # that a double holds of any decimal
 
 
 class Kind(NamedTuple):
@@ -268,11 +268,12 @@ def answer_of(value: object, name: str, mark: str) -> str:
             raise ValueError(f"{name} has {len(value)} answers, not one")
         value = value[0]
     if isinstance(value, int | float) and not isinstance(value, bool):
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{name} is {value}")
-        digits = repr(value).partition("e")[0].strip("-0.").replace(".", "")
-        if isinstance(value, float) and len(digits) > MAX_DIGITS:
-            raise ValueError(f"{name} is {value}, rounded by a computation: write it as a text")
+        if isinstance(value, float):
+            if not math.isfinite(value):
+                raise ValueError(f"{name} is {value}")
+            digits = repr(value).partition("e")[0].strip("-0.").replace(".", "")
+            if len(digits) > sys.float_info.dig:  # more than a double holds of any decimal
+                raise ValueError(f"{name} is {value}, rounded by a computation: write it as a text")
         return f"{Decimal(str(value + 0)):f}".removesuffix(".0")  # -0.0 + 0 is 0.0
     answer = _text(value, name)
     if mark == BOX:

@@ -92,7 +92,7 @@ class HuggingFaceTokenizer:
         if self.chat == "none":
             return self._encode(plain_text(messages), add_special_tokens=True)
         roles = [message["role"] for message in messages]
-        begun = roles[-1] == "assistant"  # an answer's first words, to go on from
+        begun = roles[-1:] == ["assistant"]  # an answer's first words, to go on from
         how = {"add_generation_prompt": not begun, "continue_final_message": begun}
         with _of_library(self._folder, f"has no prompt for roles {roles} by its template"):
             return self._tokenizer.apply_chat_template(

@@ -185,6 +185,7 @@ _STRICT_REPLACED = (
     (re.compile(r"\\frac ?([0-9])"), r"\\frac{\1}"),
     (re.compile(r"(\\frac\{[^{}]*\}) ?([0-9])"), r"\1{\2}"),
     (re.compile(r"\\sqrt ?([0-9A-Za-z])"), r"\\sqrt{\1}"),
+    (re.compile(r"(?<=\d) (?!\d{3}/)(\d+)/(\d+)"), r"\\frac{\1}{\2}"),  # 2 1/2 is a mixed number
     # A space says something only between two words, and before a unit.
     (re.compile(r"(?<![\w}]) | (?!\w)"), ""),
 )
@@ -201,7 +202,6 @@ _SCIENTIFIC = re.compile(
     r"[{(]*([+-]?[0-9]{1,3})[)}]*"
 )
 _FRACTION = re.compile(r"([+-]?)([0-9]*)\\frac\{([^{}]*)\}\{([^{}]*)\}")
-_MIXED = re.compile(r"([+-]?)([0-9]+) (?![0-9]{3}/)([0-9]+)/([0-9]+)")
 _WORDS = rf"{TEXT}\{{(?![^{{}}]*{DOUBT})[^{{}}\d]*\}}"
 _NO_VALUE = re.compile(rf"_(?:\{{\w+\}}|\w)|(?<=[a-zA-Z'])\([^()]*\)|{_WORDS}")
 _NO_NAME = re.compile(r"[\d,]|^-|(?<!\\)\b[A-Za-z]+ \w|\\text|\\mbox")
@@ -341,7 +341,7 @@ def exact_number(text: str) -> Fraction | None:
     Decimals may have a power of ten, as in `4.65 \\times 10^{5}` and `4.65e5`.
     """
     text, _ = split_unit(text, of_number=True)
-    if match := _FRACTION.fullmatch(text) or _MIXED.fullmatch(text):
+    if match := _FRACTION.fullmatch(text):
         sign, whole, top, bottom = match.groups()
     else:
         sign, whole = "", ""

@@ -165,7 +165,6 @@ _DECIMAL = re.compile(
 # The library adds numbers that stand side by side, and reads y' as y.
 _SPELLED_OUT = (
     (re.compile(r"(?<![\d.^_])(\d+) ?\\frac\{(\d+)\}\{(\d+)\}"), r"(\1+\\frac{\2}{\3})"),
-    (re.compile(r"(?<![\d.^_])(\d+) (\d+)/(\d+)"), r"(\1+\\frac{\2}{\3})"),
     (re.compile(r"(?<![\d.^_])(\d+) ?(?=\(|\\frac|\\binom)"), r"\1\\cdot "),
     (re.compile(r"(?<![_^]\{\w)(?<![A-Za-z])\}(?=\()|(?<=\d)\)(?=[\d(]|\\frac)"), r"\g<0>\\cdot "),
     (re.compile(r"\\frac(\\[a-z]+) ?(\d)"), r"\\frac{\1}{\2}"),
@@ -175,7 +174,7 @@ _REMAINDER = re.compile(r"(\d+) ?\\bmod ?([1-9]\d*)")
 _OPENS_SET = re.compile(r"(?:\\left)?\\\{")
 _OPENS_LIST = re.compile(r"(?:\\left)?[(\[](?!.*[)\]],)")
 _DANGLES = re.compile(
-    r"[-+*/^=,]$|^[*/^=,]|->|=/|\\(?:to|rightarrow|implies|mapsto)(?![a-z])|[#?@]|\d'|\d \d(?!\d*/)"
+    r"[-+*/^=,]$|^[*/^=,]|->|=/|\\(?:to|rightarrow|implies|mapsto)(?![a-z])|[#?@]|\d'|\d \d"
 )
 
 
