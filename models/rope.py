@@ -5,6 +5,7 @@ frequencies as a model's config.json says. The fields are named as its keys.
 """
 
 import dataclasses
+import difflib
 import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -90,7 +91,9 @@ def scaling_of(entries: Mapping[str, Any]) -> RopeScaling:
     fields = {field.name: field for field in dataclasses.fields(kind)}
     unknown = sorted(entries.keys() - fields.keys())
     if unknown:
-        raise ValueError(f"{', '.join(unknown)} is not computed")
+        near = difflib.get_close_matches(unknown[0], fields, n=1)
+        hint = f" (transformers ignores it; take it out, or write {near[0]})" if near else ""
+        raise ValueError(f"{', '.join(unknown)} is not computed{hint}")
     needed = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
     if needed - entries.keys():
         missing = ", ".join(sorted(needed - entries.keys()))

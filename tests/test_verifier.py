@@ -201,6 +201,7 @@ long solution.|(The answer should be an integer.)|The answer is not 41.|41 is wr
 |So the correct answer is 42.|It is incorrect to divide by 0.|He has to wait 5 minutes.
 |The answer is 43 when x is odd, but here x is even, so 42.|Hold on to this fact.|I forgot nothing.
 |I made an effort to simplify.|I mistakenly wrote 24 above, but the answer line is right.
+|The correct option is (B).|The answer is option B.|The correct option is **B**.
 |There is an error in the problem statement, but the intended answer is 42.|It is 42, not 43.
 |No, 43 does not work either.|You might think the answer is 43, but that is wrong.
 |It should be 43 if x were odd.|The answer would be 43 if x were odd.|Never mind the sign.
@@ -215,7 +216,7 @@ Wait, that is wrong, it is 41.|The answer is not 42.|Actually the answer should 
 |That computation is wrong.|We were wrong.|We are wrong.|Wrong, it's 43|thats wrong|Not 42.
 |This contradicts the assumption, so it is wrong.|Not 42 but 43.|43, not 42.|It is 43, not 42.
 |The correct option is 43.|43 is the correct answer.|I change my answer to 43.|I take that back.
-|Ignore that; it's 43.|Never mind, 43.|The answer is option B.|The correct option is **B**.
+|Ignore that; it's 43.|Never mind, 43.
 """
 
 

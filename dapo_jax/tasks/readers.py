@@ -39,6 +39,7 @@ TEMPLATES = {
     "boxed": "{problem}\n\nReason step by step, and put your final answer within \\boxed{}.",
 }
 BOX = "\\boxed"
+NO_ANSWERS = ("proof", "notfound", "not found")  # what data sets write where there is none
 SHOWN_BAD_ROWS = 5
 
 
@@ -276,6 +277,8 @@ def answer_of(value: object, name: str, mark: str) -> str:
                 raise ValueError(f"{name} is {value}, rounded by a computation: write it as a text")
         return f"{Decimal(str(value + 0)):f}".removesuffix(".0")  # -0.0 + 0 is 0.0
     answer = _text(value, name)
+    if answer.strip().lower() in NO_ANSWERS:
+        raise ValueError(f"{name} is {answer!r}: the problem has no answer to compare with")
     if mark == BOX:
         name = f"the last box of {name}"
         answer = _boxed(answer)

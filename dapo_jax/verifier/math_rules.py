@@ -160,12 +160,16 @@ _PLAIN_CHARACTERS = str.maketrans(
         **dict.fromkeys('`"\u201c\u201d$', " "),
         **{chr(0xFF10 + digit): str(digit) for digit in range(10)},
         "\uff0c": ",",
+        "\u2205": r"\emptyset ",
+        "\u221e": r"\infty ",
         "\uff0e": ".",
         "\uff05": "%",
     }
 )
 _STRICT_REPLACED = (
     (re.compile(r"\\!"), ""),
+    (re.compile(r"\\varnothing(?![a-zA-Z])|\\\{ ?\\\}"), r"\\emptyset "),
+    (re.compile(r"(?i)\b(?<!\\)infinity\b"), r"\\infty "),
     (re.compile(r"(?<=\d)\*\*(?=[-({\d])"), "^"),
     (re.compile(r"\{,\}"), ","),
     (re.compile(r"(?<!\\)\\(?:[()\[\],;: ]|(?:q?quad|displaystyle|large)(?![a-zA-Z]))|\*\*"), " "),
@@ -197,6 +201,7 @@ EQUALS = re.compile(
 _LITERAL = re.compile(
     r"[+-]?(?:(?:[0-9]{1,3}([ ,'])[0-9]{3}(?:\1[0-9]{3})*|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
 )
+_REPEATING = re.compile(r"([+-]?\d+)\.(\d*)\\(?:overline|bar|dot) ?\{?(\d+)\}?")
 _SCIENTIFIC = re.compile(
     r"(?:(.*\d)(?:[eE]|(?: ?(?:\\times|\\cdot|[*\u00d7\u00b7\u22c5x]) ?)\{?10\}?\^)|([+-]?)10\^)"
     r"[{(]*([+-]?[0-9]{1,3})[)}]*"
@@ -355,6 +360,10 @@ def exact_number(text: str) -> Fraction | None:
 
 
 def _literal(text: str) -> Fraction | None:
+    if len(text) <= MAX_GROUND_TRUTH_CHARS and (match := _REPEATING.fullmatch(text)):
+        whole, digits, again = match.groups()
+        short, long = (int(f"{whole}{digits}{more}" or 0) for more in ("", again))
+        return Fraction(long - short, 10 ** len(digits) * (10 ** len(again) - 1))
     power = 0
     if match := _SCIENTIFIC.fullmatch(text):
         text, power = match[1] or f"{match[2]}1", int(match[3])
@@ -414,8 +423,11 @@ def retracts(rest: str, *answers: str) -> bool:
 
 def _is_one_of(answers: Sequence[str], said: re.Match) -> bool:
     """Returns True where the value that a sentence states is an answer, or ends as one does."""
+    value = said["value"].strip("()*$")
     if _IT in said["value"] or strict_form(said["value"]) in answers:
         return True
+    if value.isalpha() and not any(len(it) == 1 and it.isalpha() for it in answers):
+        return True  # the letter of a choice, which has a value for its text
     stated, *forms = (
         re.sub(r"[\s$\\(){}*]", "", text).rstrip(".,")
         for text in (said.string[said.start("value") :], *answers)
