@@ -314,7 +314,8 @@ DATASET = {
     "task": Key("", "a name of dapo_jax.tasks.base, or a custom \"module:Class\"; \"\": math"),
     "kind": Key("", "the file's schema, one of dapo_jax.tasks.readers.KINDS (\"\": by the path's "
                 "ending), or \"arithmetic\", which is generated"),
-    "path": Key("", "the file with its rows, or hf://datasets/ORG/NAME[@REVISION]/FILE"),
+    "path": Key("", "the file with its rows, or hf://datasets/ORG/NAME[@REVISION]/FILE; a \"*\" in "
+                "its name stands for shards"),
     "prompt_field": Key("", "of a row; \"a.b\" is field b of field a; \"\": that of the kind"),
     "answer_field": Key("", "of a row; \"\": that of the kind"),
     "template": Key("", "dapo, boxed, none, or a text with {problem}; \"\": the task's own for "

@@ -13,6 +13,7 @@ evaluates a Hugging Face directory, or ORG/NAME on its hub, with no config and n
 
 import collections
 import contextlib
+import itertools
 import json
 import math
 import pathlib
@@ -36,7 +37,7 @@ from dapo_jax.sampler.session import Session
 from dapo_jax.setup import auto_sizes, components, policy
 from dapo_jax.setup.start import Run, open_run
 from dapo_jax.tasks.base import BUILT_IN
-from dapo_jax.tasks.readers import KINDS
+from dapo_jax.tasks.readers import KINDS, by_text
 from dapo_jax.types import Group, Verdict
 from sharding import hosts
 
@@ -56,16 +57,21 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
-def majority_is_correct(verdicts: Sequence[Verdict]) -> bool:
-    """Returns whether the most frequent prediction is right (maj@k); the earliest wins a tie.
+def majority_is_correct(verdicts: Sequence[Verdict], same=by_text) -> bool:
+    """Returns whether the most frequent answer is right (maj@k); the earliest wins a tie.
 
+    Right predictions are one answer, wrong ones where `same` says so (`tasks.readers.read_rows`).
     Responses without a prediction, or with an empty one, have no vote.
     """
-    votes = collections.Counter(v.prediction for v in verdicts if (v.prediction or "").strip())
-    if not votes:
-        return False
-    winner = votes.most_common(1)[0][0]
-    return any(v.correct for v in verdicts if v.prediction == winner)
+    voting = [v for v in verdicts if (v.prediction or "").strip()]
+    wrong = dict.fromkeys(v.prediction for v in voting if not v.correct)
+    pairs = list(itertools.combinations(wrong, 2))
+    answer = {text: text for text in wrong}
+    for (one, other), equal in zip(pairs, same(pairs), strict=True):
+        if equal:
+            answer[other] = answer[one]
+    votes = collections.Counter(None if v.correct else answer[v.prediction] for v in voting)
+    return bool(votes) and votes.most_common(1)[0][0] is None
 
 
 def share_interval(share_P, *, samples: int) -> tuple[float, float]:
@@ -94,8 +100,10 @@ def share_interval(share_P, *, samples: int) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def summarize(groups: Sequence[Group]) -> dict[str, float]:
+def summarize(groups: Sequence[Group], same=by_text) -> dict[str, float]:
     """Summarizes one set from its groups of k responses: scores are means over problems.
+
+    same: as of `majority_is_correct`.
 
     "interval/low" and "interval/high" bound mean@k over other problems of the kind (95 %; a problem
     is a cluster of responses, arXiv 2411.00640, section 2.2).
@@ -109,7 +117,7 @@ def summarize(groups: Sequence[Group]) -> dict[str, float]:
     return {
         f"mean@{k}": float(correct_PK.mean()),
         f"maj@{k}": float(
-            np.mean([majority_is_correct([r.verdict for r in g.responses]) for g in groups])
+            np.mean([majority_is_correct([r.verdict for r in g.responses], same) for g in groups])
         ),
         **{
             f"pass@{n}": float(np.mean([pass_at_k(k, int(c), n) for c in correct_PK.sum(axis=1)]))
@@ -168,10 +176,10 @@ class Evaluation(contextlib.AbstractContextManager):
             self.take(self._session.step())
         self.take([])
         results = {}
-        for stream, (name, _) in self._sets.items():
+        for stream, (name, chosen) in self._sets.items():
             groups = [group for group in self._groups if group.stream == stream]
             groups.sort(key=lambda group: group.cursor)
-            results[name] = summarize(groups)
+            results[name] = summarize(groups, chosen.dataset.same)
             keep(name, groups)
         return results
 

@@ -1,8 +1,9 @@
 """Names on the Hugging Face hub, and where this host's cache has what they name.
 
 A model is ORG/NAME, where nothing of that name is here, or hf://ORG/NAME@REVISION; a file of a data
-set is hf://datasets/ORG/NAME@REVISION/FILE. A command calls `fetch` once, before it reads anything;
-what reads asks `local`. A config keeps the names; a run stays with the commits that it began with.
+set is hf://datasets/ORG/NAME@REVISION/FILE, and a "*" in FILE stands for shards. A command calls
+`fetch` once, before it reads anything; what reads asks `local`. A config keeps the names; a run
+stays with the commits that it began with.
 """
 
 import contextlib
@@ -86,7 +87,7 @@ def _downloaded(key: str, name: str, revision: str | None, *, weights=True) -> t
 
     repo, file = (FILE.fullmatch(name) or MODEL.fullmatch(name)).group("repo", "file")
     weights = weights and not file and key != "tokenizer.path"
-    needed = "model*.safetensors" if weights else glob.escape(file)
+    needed = "model*.safetensors" if weights else file if "*" in file else glob.escape(file)
     files = [needed] if file else [*tokenizer.FILES, *(WEIGHTS if weights else ())]
     how = {"repo_type": "dataset" if file else "model", "revision": revision}
     call = functools.partial(library.snapshot_download, repo, allow_patterns=files, **how)

@@ -1,5 +1,6 @@
 """Data: what is read, merged, dropped, refused and counted, and the stream of prompts."""
 
+import contextlib
 import csv
 import json
 
@@ -353,8 +354,45 @@ def test_each_row_is_in_the_report(tmp_path, byte_tokenizer):
             for row in range(1503, 1508)
         ),
         "  skipped d.parquet, ... 7 bad rows in all",
-        "  2 of 2 prompts do not ask for what rules=dapo read (Answer:); template=dapo does",
+        "  2 of 2 prompts do not ask for what rules=dapo read (Answer:); their messages have to",
     ]
+
+
+def test_two_spellings_of_an_answer_are_no_conflict(tmp_path):
+    """A problem that stood twice, with 1/2 and with 0.5, was dropped."""
+    rows = [{"prompt": "x?", "answer": answer} for answer in ("1/2", "0.5", r"\frac{2}{4}")]
+    rows += [{"prompt": "y?", "answer": answer} for answer in ("1", "2")]
+    source = str(write_lines(tmp_path / "d.jsonl", rows))
+    for rules, kept, dropped in (("strict", ["1/2"], 2), ("strict_box", [], 5)):
+        examples, report = MathProblems(path=source, rules=rules).load()
+        assert [example.answer for example in examples] == kept
+        assert report.conflicting_rows == dropped
+
+
+def test_shards_are_read_in_the_order_of_their_names(tmp_path, byte_tokenizer):
+    for shard in ("b", "a", "c"):
+        rows = [{"prompt": f"{shard}{i}", "answer": "1"} for i in range(2)]
+        write_lines(tmp_path / f"train-{shard}.jsonl", [*rows, {"prompt": "again", "answer": "1"}])
+    how = {"max_prompt_tokens": 9, "template": "none"}
+    prompts, report = load_prompts(tmp_path / "train-*.jsonl", byte_tokenizer, **how)
+    found = [(prompt.example.text, prompt.example.source) for prompt in prompts]
+    assert [text for text, _ in found] == ["a0", "a1", "again", "b0", "b1", "c0", "c1"]
+    assert found[3][1] == "train-b.jsonl"
+    assert (report.rows, report.duplicates) == (9, 2)
+    write_lines(tmp_path / "train-d.jsonl", [b"broken"])
+    with pytest.raises(DataError, match=r"train-\*\.jsonl, train-d\.jsonl, line 1: invalid JSON"):
+        load_prompts(tmp_path / "train-*.jsonl", byte_tokenizer, **how)
+    with pytest.raises(FileNotFoundError, match=r"No data file at .*none-\*\.jsonl.*: set path"):
+        load_prompts(tmp_path / "none-*.jsonl", byte_tokenizer, **how)
+
+
+def test_an_answer_that_the_prompt_has_already_is_a_bad_row(tmp_path):
+    """Files with whole conversations rewarded every response for the answer in the prompt."""
+    turns = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "So\nAnswer: 2"}]
+    for answer, message in (("2", "ends with an assistant's message that is right"), ("3", None)):
+        source = str(write_lines(tmp_path / "d.jsonl", [{"prompt": turns, "answer": answer}]))
+        with pytest.raises(DataError, match=message) if message else contextlib.nullcontext():
+            MathProblems(path=source).load()
 
 
 def test_max_prompts_keeps_the_first_usable_ones(tmp_path, byte_tokenizer):

@@ -33,11 +33,14 @@ def outside(monkeypatch):
     monkeypatch.syspath_prepend(str(OUTSIDE))
 
 
-EXAMPLE = Example((), "5", "sums.csv", 3)
+USER = ({"role": "user", "content": "hi"},)
+EXAMPLE = Example(USER, "5", "sums.csv", 3)
 
 
 class Letters:
-    """A tokenizer of one id a character."""
+    """A tokenizer of one id a character, whose template begins no answer."""
+
+    opening = ""
 
     def decode(self, ids):
         return "".join(map(chr, ids))
@@ -146,6 +149,25 @@ def test_a_verdict_that_is_none_is_named(verdict):
         graded(group(["a"], EXAMPLE), task=Careless(), tokenizer=Letters())
 
 
+def test_what_the_prompt_has_of_an_answer_is_graded_with_it():
+    """A template's <think>, or an answer's first words, are missing in no response's form."""
+
+    class Sees:
+        def grade(self, response, example):
+            return Verdict(True, response, "")
+
+    def seen(example, opening):
+        tokenizer = Letters()
+        tokenizer.opening = opening
+        (response,) = graded(group(["hm"], example), task=Sees(), tokenizer=tokenizer).responses
+        return response.text, response.verdict.prediction
+
+    begun = (*USER, {"role": "assistant", "content": "So "})
+    assert seen(EXAMPLE, "<think>\n") == ("hm", "<think>\nhm")
+    assert seen(EXAMPLE, "") == ("hm", "hm")
+    assert seen(Example(begun, "5", "sums.csv", 4), "<think>\n") == ("hm", "So hm")
+
+
 def test_a_grader_that_raises_says_at_which_response():
     class Breaks:
         def grade(self, response, example):
@@ -155,9 +177,6 @@ def test_a_grader_that_raises_says_at_which_response():
         graded(group(["a", "b"], EXAMPLE), task=Breaks(), tokenizer=Letters())
     (note,) = error.value.__notes__
     assert note == "(Breaks.grade, sums.csv, row 3: answer '5', response 'b')"
-
-
-USER = ({"role": "user", "content": "hi"},)
 
 
 @pytest.mark.parametrize(

@@ -365,6 +365,27 @@ def test_a_template_that_leaves_answers_out_names_no_end(bpe_folder, tmp_path):
     assert load(folder, chat="template").stop_ids == (256,)
 
 
+@pytest.mark.parametrize(
+    ("changed", "opening"),
+    [
+        ({}, ""),
+        ({"<|im_start|>assistant\n": "<|im_start|>assistant\n<think>\n"}, "<think>\n"),
+        ({"<|im_start|>assistant\n": "<|im_start|>assistant\n<think>\n\n</think>\n\n"}, None),
+        ({"m.content": "(m.content if loop.first else '')"}, ""),  # no answers
+    ],
+)
+def test_what_the_template_begins_of_an_answer(bpe_folder, tmp_path, changed, opening):
+    """A policy whose template writes <think> was never in a form that begins with it."""
+    template = CHATML
+    for old, new in changed.items():
+        assert old in template
+        template = template.replace(old, new)
+        opening = new.removeprefix(old) if opening is None else opening
+    found = load(copy_of(bpe_folder, tmp_path, chat_template=template), chat="template")
+    assert found.opening == opening
+    assert load(bpe_folder, chat="none").opening == ""
+
+
 def test_a_begun_answer_is_gone_on_from(bpe_folder, tmp_path):
     """A prompt that ends with the assistant's first words was closed, and a second turn began."""
     tokenizer = load(copy_of(bpe_folder, tmp_path, chat_template=CHATML), chat="template")

@@ -21,6 +21,7 @@ from dapo_jax.sampler import cache
 from dapo_jax.sampler.session import Session
 from dapo_jax.setup import components, dry_run
 from dapo_jax.setup.start import Parent, is_finished
+from dapo_jax.tasks.math_problems import MathTask
 from dapo_jax.tasks.tokenizer import load_tokenizer
 from dapo_jax.types import Group, Response, Verdict
 from models.hf import load_params
@@ -322,6 +323,16 @@ def test_nobody_votes_for_no_answer():
         silent = [Verdict(False, empty, "")] * 3
         assert evaluate.majority_is_correct([*silent, Verdict(True, "7", "")])
         assert not evaluate.majority_is_correct(silent)
+
+
+def test_spellings_of_one_answer_vote_together():
+    """Five right answers in five spellings lost to two wrong ones in one; so did wrong ones."""
+    right = [Verdict(True, text, "") for text in ("1/2", r"\frac{2}{4}", "0.50", "2^{-1}", "50\\%")]
+    assert evaluate.majority_is_correct([*[Verdict(False, "7", "")] * 2, *right])
+    roots = [Verdict(False, text, "") for text in (r"\sqrt{12}", r"2\sqrt{3}", r"2\cdot3^{1/2}")]
+    same = MathTask(rules="math_verify").same
+    assert not evaluate.majority_is_correct([*right[:2], *roots], same)
+    assert evaluate.majority_is_correct([*right[:2], *roots])
 
 
 def test_minibatches_cover_the_kept_groups_once():

@@ -102,9 +102,9 @@ def test_strict_compares_values_not_spellings(answer, truth, correct):
 @pytest.mark.parametrize(
     ("rules", "wrong_rewarded", "right_refused"),
     [
-        ("dapo", 189, 240),  # the reference's own
+        ("dapo", 192, 253),  # the reference's own
         ("strict", 0, 174),
-        ("strict_box", 23, 382),
+        ("strict_box", 23, 397),
         ("math_verify", 0, 14),  # they have neither a line "Answer:" nor a box
     ],
 )
@@ -118,8 +118,8 @@ def test_wrong_answers_are_not_rewarded(rules, wrong_rewarded, right_refused):
     form = r"So $\boxed{%s}$." if rules == "strict_box" else "So\nAnswer: %s"
     responses = [row.get("response", form % row.get("answer", "")) for row in rows]
     verdicts = verify_many(responses, [row["truth"] for row in rows], rules=rules)
-    assert sum(row["right"] for row in rows) == 450
-    assert len(rows) == 450 + 1377
+    assert sum(row["right"] for row in rows) == 465
+    assert len(rows) == 465 + 1392
     wrong = [row for row, v in zip(rows, verdicts, strict=True) if v.correct > row["right"]]
     refused = [row for row, v in zip(rows, verdicts, strict=True) if v.correct < row["right"]]
     assert (len(wrong), len(refused)) == (wrong_rewarded, right_refused), (wrong, refused)

@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 
 from dapo_jax.tasks.readers import DataError, DataReport
-from dapo_jax.tasks.tokenizer import Tokenizer
+from dapo_jax.tasks.tokenizer import Tokenizer, begun_answer
 from dapo_jax.types import Example, Group, Verdict
 
 BUILT_IN = {
@@ -36,7 +36,8 @@ class Task(Protocol):
     """A loader of examples and grader of responses: any class with these two methods.
 
     A method `grade_many(responses, example) -> list[Verdict]` is used where there is one: it
-    grades all responses to an example at once.
+    grades all responses to an example at once. So is `same(pairs) -> list[bool]`, which tells which
+    pairs of predictions are one answer, for maj@k.
     """
 
     def load(self) -> Iterable[Example] | tuple[list[Example], DataReport]:
@@ -44,6 +45,8 @@ class Task(Protocol):
 
     def grade(self, response: str, example: Example) -> Verdict:
         """Grades one response, the same each time; may run in another thread.
+
+        A response begins with what its prompt has of it: a begun answer, a template's <think>.
 
         Dynamic sampling looks at `Verdict.correct` alone; `Verdict.score` is the reward.
         """
@@ -176,6 +179,8 @@ def _checked(name: str, verdict: object, where: str) -> Verdict:
 
 
 def graded(group: Group, *, task: Task, tokenizer: Tokenizer) -> Group:
-    """Decodes and grades the responses of a group."""
+    """Decodes a group's responses, and grades each behind what the prompt has of its answer."""
     texts = [tokenizer.decode(response.tokens_T.tolist()) for response in group.responses]
-    return group.graded(texts, grade_many(task, texts, group.prompt.example))
+    example = group.prompt.example
+    begun = begun_answer(example.prompt, tokenizer)
+    return group.graded(texts, grade_many(task, [begun + text for text in texts], example))

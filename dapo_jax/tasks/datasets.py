@@ -8,7 +8,7 @@ import grain
 import numpy as np
 
 from dapo_jax.tasks.base import graded, load_examples, make_task
-from dapo_jax.tasks.readers import DataError, DataReport
+from dapo_jax.tasks.readers import DataError, DataReport, by_text
 from dapo_jax.tasks.tokenizer import Tokenizer
 from dapo_jax.types import Example, Group, Prompt
 
@@ -18,11 +18,13 @@ class Dataset:
     """Holds the prompts of a task, and how it grades their responses.
 
     grade: decodes and grades the responses of a group. report: accounts for each row of the data.
+    same: tells which pairs of predictions are one answer, for their votes.
     """
 
     prompts: list[Prompt]
     grade: Callable[[Group], Group]
     report: DataReport
+    same: Callable[[Sequence[tuple[str, str]]], list[bool]] = by_text
 
 
 def load_dataset(
@@ -65,7 +67,7 @@ def load_dataset(
         named = str(error).partition(" ")[0] in settings
         raise type(error)(f"{key}{'.' if named else ': '}{error}") from error
     grade = functools.partial(graded, task=task, tokenizer=tokenizer)
-    return Dataset(prompts, grade, report)
+    return Dataset(prompts, grade, report, getattr(task, "same", by_text))
 
 
 def tokenize(

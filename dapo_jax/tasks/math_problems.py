@@ -7,7 +7,7 @@ from typing import ClassVar
 from dapo_jax.tasks import readers
 from dapo_jax.tasks.readers import FORMATS, KINDS, DataError, DataReport, field
 from dapo_jax.types import Example, Message, Verdict
-from dapo_jax.verifier import check_ground_truth, verify, verify_many
+from dapo_jax.verifier import check_ground_truth, equal_answers, verify, verify_many
 
 # What asks for an answer, by template; and the templates that ask for what rules read, of which
 # the first is that of plain prompts by default.
@@ -37,6 +37,10 @@ class MathTask:
     def grade_many(self, responses: Sequence[str], example: Example) -> list[Verdict]:
         """Grades all responses to an example at once, which keeps symbolic workers busy."""
         return verify_many(responses, [example.answer] * len(responses), rules=self.rules)
+
+    def same(self, pairs: Sequence[tuple[str, str]]) -> list[bool]:
+        """Tells which pairs of answers are two spellings of one, by the rules that grade them."""
+        return equal_answers(pairs, rules=self.rules)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,9 +90,13 @@ class MathProblems(MathTask):
             if not mark and "####" in answer:
                 raise ValueError(f'{answer_field} has "####" before its result: set kind=gsm8k')
             check_ground_truth(answer, rules=self.rules)
-            return readers.messages_of(value, prompt_field, template), answer
+            messages = readers.messages_of(value, prompt_field, template)
+            begun = messages[-1]["content"] if messages[-1]["role"] == "assistant" else ""
+            if verify(begun, answer, rules=self.rules).correct:
+                raise ValueError(f"{prompt_field} ends with an assistant's message that is right")
+            return messages, answer
 
-        how = {"file_format": file_format, "on_bad_row": self.on_bad_row}
+        how = {"file_format": file_format, "on_bad_row": self.on_bad_row, "same": self.same}
         examples, report = readers.read_rows(self.path, [prompt_field, answer_field], make, **how)
         asked = [_ASKED[name] for name in templates]
         texts = [example.text.lower() for example in examples]

@@ -108,6 +108,11 @@ class DataReport:
         return [line, *skipped, *(f"  {note}" for note in self.notes)]
 
 
+def by_text(pairs: Sequence[tuple[str, str]]) -> list[bool]:
+    """Tells which pairs of answers are equal texts."""
+    return [one == other for one, other in pairs]
+
+
 def read_rows(
     path: str,
     fields: Sequence[str],
@@ -115,32 +120,40 @@ def read_rows(
     *,
     file_format: str = "",
     on_bad_row: str = "error",
+    same: Callable[[Sequence[tuple[str, str]]], list[bool]] = by_text,
 ) -> tuple[list[Example], DataReport]:
     """Makes an example of each row of a file and merges them, in the order of their first rows.
 
-    fields: those that each row must have. make: (row) -> (messages, answer) or (messages, answer,
-        extra); its ValueError makes the row a bad one. file_format: a name of FORMATS; "": by the
-        ending of the path.
+    path: its last part may have a "*", which stands for the shards of one data set. fields: those
+        that each row must have. make: (row) -> (messages, answer) or (messages, answer, extra); its
+        ValueError makes the row a bad one. file_format: a name of FORMATS; "": by the ending of the
+        path.
     on_bad_row: "error" raises DataError where rows have bad UTF-8, invalid JSON, a missing field, a
         null, a wrong type, an empty prompt or an empty answer; "skip" leaves them out.
+    same: which pairs of answers to one prompt are no conflict.
 
     Raises FileNotFoundError for a missing file, and DataError for bad rows as above and, always,
     for a damaged file or one of another format.
     """
     file_format = file_format or format_of(path)
-    rows = Rows(path, "line" if file_format == "jsonl" else "row", on_bad_row)
-    file = pathlib.Path(path) if "://" not in str(path) else epath.Path(path)
-    if not file.is_file():
+    rows = Rows(path, "line" if file_format == "jsonl" else "row", on_bad_row, same)
+    place = pathlib.Path(path) if "://" not in str(path) else epath.Path(path)
+    is_shards = "*" in place.name and not place.exists()
+    files = sorted(place.parent.glob(place.name)) if is_shards else [place]
+    if not files or not files[0].is_file():
         raise FileNotFoundError(f"No data file at {path!r}: set path.")
-    with io.BufferedReader(file.open("rb")) as opened:  # a bucket's own reads lines of any length
-        for row, record in FORMATS[file_format](path, opened, fields):
-            with rows.reading(row):
-                record = parsed(record) if isinstance(record, bytes) else record
-                record = typed(record, dict, "the row")
-                for name in fields:
-                    typed(field(record, name), object, name)
-                messages, answer, *extra = make(record)
-                rows.add(row, messages, _text(answer, "the answer"), *extra)
+    for file in files:
+        rows.shard = file.name if is_shards else ""
+        # A bucket's own reader reads lines of any length.
+        with io.BufferedReader(file.open("rb")) as opened:
+            for row, record in FORMATS[file_format](str(file), opened, fields):
+                with rows.reading(row):
+                    record = parsed(record) if isinstance(record, bytes) else record
+                    record = typed(record, dict, "the row")
+                    for name in fields:
+                        typed(field(record, name), object, name)
+                    messages, answer, *extra = make(record)
+                    rows.add(row, messages, _text(answer, "the answer"), *extra)
     return rows.result()
 
 
@@ -155,14 +168,17 @@ def format_of(path: str) -> str:
 class Rows:
     """Collects the rows of one data set: merges, counts, and refuses or skips the bad ones.
 
-    place: the file, or the generator. row_word: "line" (from 1) or "row" (from 0).
+    place: the file, or the generator. row_word: "line" (from 1) or "row" (from 0). same: as of
+    `read_rows`. shard: the name of the file of several that is read.
     """
 
-    def __init__(self, place: str, row_word: str, on_bad_row: str):
+    shard = ""
+
+    def __init__(self, place: str, row_word: str, on_bad_row: str, same=by_text):
         self._place = place
         self._name = pathlib.Path(place).name
         self._row_place = "line {}" if row_word == "line" else "row {} (from 0)"
-        self._on_bad_row = on_bad_row
+        self._on_bad_row, self._same = on_bad_row, same
         self._row_count = self._bad_rows = 0
         self._bad_row_notes: list[str] = []
         self._first: dict[tuple, Example] = {}  # roles and texts of a prompt -> its first row
@@ -178,14 +194,16 @@ class Rows:
         except ValueError as error:
             self._bad_rows += 1
             if self._bad_rows <= SHOWN_BAD_ROWS:
-                self._bad_row_notes.append(f"{self._row_place.format(row)}: {error}")
+                shard = f"{self.shard}, " if self.shard else ""
+                self._bad_row_notes.append(f"{shard}{self._row_place.format(row)}: {error}")
 
     def add(self, row: int, prompt: tuple[Message, ...], answer: str, extra: Any = None) -> None:
         """Takes a good row, unless its prompt is already there."""
         key = tuple((message["role"], message["content"]) for message in prompt)
         self._occurrences[key] += 1
-        first = self._first.setdefault(key, Example(prompt, answer, self._name, row, extra))
-        if first.answer != answer:
+        example = Example(prompt, answer, self.shard or self._name, row, extra)
+        first = self._first.setdefault(key, example).answer
+        if first != answer and not self._same([(answer, first)])[0]:
             self._conflicts.add(key)
 
     def result(self) -> tuple[list[Example], DataReport]:

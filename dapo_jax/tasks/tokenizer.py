@@ -26,6 +26,7 @@ FILES = (
     *("added_tokens.json", "special_tokens_map.json", "chat_template.jinja"),
     *("generation_config.json", "config.json"),
 )
+ROLES = ("user", "assistant")  # in turn
 MAX_ERROR_CHARS = 200
 PROBE = "\n What is  12+3?\nAnswer: \u00bd \u00e9\U0001f680, is it so, is it"
 
@@ -37,6 +38,7 @@ class HuggingFaceTokenizer:
     stop_ids: ids that end a response, at least one.
     pad_id: an id for filling arrays. It may equal a stop id: build masks from lengths, not from it.
     chat: "template" or "none", how messages become a prompt.
+    opening: what the template begins an answer with, behind its header: "<think>\\n", or "".
     """
 
     def __init__(self, folder: epath.Path, *, stop_tokens: Sequence[str] | None, chat: str):
@@ -48,6 +50,7 @@ class HuggingFaceTokenizer:
         if chat == "auto":
             chat = "template" if self._tokenizer.chat_template else "none"
         self.chat = chat
+        self.opening = self._opening() if chat == "template" else ""
         ids = self._tokenizer.get_vocab()
         self.vocab_size = 1 + max(ids.values())
         if stop_tokens is None:
@@ -65,15 +68,23 @@ class HuggingFaceTokenizer:
         pad_id = self._tokenizer.pad_token_id
         self.pad_id = self.stop_ids[0] if pad_id is None else pad_id
 
+    def _rendered(self, *texts: str, **how) -> str:
+        """Renders a conversation by the template; "" where it takes no such conversation."""
+        messages = [{"role": ROLES[i % 2], "content": text} for i, text in enumerate(texts)]
+        try:
+            return self._tokenizer.apply_chat_template(messages, tokenize=False, **how)
+        except Exception:
+            return ""
+
+    def _opening(self) -> str:
+        """Returns what a prompt has behind the header that an earlier answer has too."""
+        header, found, _ = self._rendered("a question", "an answer", "more").partition("an answer")
+        prompt = self._rendered("a question", add_generation_prompt=True)
+        return prompt.removeprefix(header) if found and prompt.startswith(header) else ""
+
     def _end_of_turn(self) -> str | None:
         """Returns the special token that the template writes behind an answer; None without one."""
-        roles = {"user": "a question", "assistant": "an answer"}
-        messages = [{"role": role, "content": text} for role, text in roles.items()]
-        try:
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False)
-        except Exception:  # some templates take no such conversation
-            return None
-        _, found, behind = text.rpartition(roles["assistant"])
+        _, found, behind = self._rendered("a question", "an answer").rpartition("an answer")
         if not found:  # the template leaves answers out
             return None
         special = [it.content for it in self._tokenizer.added_tokens_decoder.values() if it.special]
@@ -107,7 +118,7 @@ class HuggingFaceTokenizer:
 class SentencePieceTokenizer:
     """A sentencepiece model with the same methods; a prompt of messages is plain text."""
 
-    chat = "none"
+    chat, opening = "none", ""
 
     def __init__(self, file: epath.Path, *, stop_tokens: Sequence[str] | None):
         self._processor = sentencepiece.SentencePieceProcessor()
@@ -133,6 +144,13 @@ class SentencePieceTokenizer:
 
 
 Tokenizer = HuggingFaceTokenizer | SentencePieceTokenizer
+
+
+def begun_answer(messages: Sequence[Message], tokenizer: Tokenizer) -> str:
+    """Returns what a prompt has of the answer: its last message, or what the template opens."""
+    if messages and messages[-1]["role"] == "assistant":
+        return messages[-1]["content"]
+    return tokenizer.opening
 
 
 def load_tokenizer(path: PathLike, *, stop_tokens: Sequence[str] | None, chat: str) -> Tokenizer:

@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from dapo_jax.types import Verdict
 from dapo_jax.verifier.math_rules import grade_box, grade_dapo, grade_strict, refuse
 
-__all__ = ["RULES", "Verdict", "check_ground_truth", "verify", "verify_many"]
+__all__ = ["RULES", "Verdict", "check_ground_truth", "equal_answers", "verify", "verify_many"]
 
 _GRADERS = {"dapo": grade_dapo, "strict": grade_strict, "strict_box": grade_box}
 RULES = (*_GRADERS, "math_verify")
+_LINE, _BOX = "Answer: %s", r"\boxed{%s}"
 
 
 def verify(response: str, ground_truth: str, *, rules: str) -> Verdict:
@@ -49,6 +50,21 @@ def verify_many(
     ]
 
 
+def equal_answers(pairs: Sequence[tuple[str, str]], *, rules: str) -> list[bool]:
+    """Tells of each pair whether the first, as a response's answer, is right where the second is.
+
+    What grades responses also joins the votes of maj@k and the rows of one prompt.
+    """
+    return [
+        verdict.correct
+        for verdict in verify_many(
+            [_BOX % one if rules == "strict_box" else _LINE % one for one, _ in pairs],
+            [other for _, other in pairs],
+            rules=rules,
+        )
+    ]
+
+
 def check_ground_truth(truth: str, *, rules: str) -> None:
     r"""Raises ValueError for a ground truth that no response can match by one of RULES.
 
@@ -67,7 +83,7 @@ def check_ground_truth(truth: str, *, rules: str) -> None:
 def _matches_itself(truth: str, rules: str) -> bool:
     if not any(character.isprintable() and not character.isspace() for character in truth):
         return False  # a zero-width space equals itself, but nobody means it
-    line, box = f"Answer: {truth}", rf"\boxed{{{truth}}}"
+    line, box = _LINE % truth, _BOX % truth
     if rules == "math_verify":
         from dapo_jax.verifier.symbolic_rules import decide_locally
 

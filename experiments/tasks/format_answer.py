@@ -36,7 +36,9 @@ class FormatAnswer(MathProblems):
         """Reads the file; raises what `MathProblems.load` raises."""
         if not 0 <= self.form_reward < 1:
             raise DataError(f"args.form_reward is {self.form_reward}: must be 0 to below 1")
-        return super().load()
+        examples, report = super().load()
+        note = "in form: <think> and <answer>; a <think> that the chat template writes counts"
+        return examples, dataclasses.replace(report, notes=(*report.notes, note))
 
     def grade(self, response: str, example: Example) -> Verdict:
         """Grades one response."""
