@@ -175,6 +175,8 @@ KEYS = {
     "tokenizer.chat": Key("none", "or \"template\": the tokenizer's chat template; \"auto\": where "
                           "there is one", choices=("none", "template", "auto"), open="auto",
                           of_policy=True),
+    "tokenizer.date": Key("", "the day, as 2026-11-27, of a chat template that writes one; \"\": "
+                          "the run's first", open="", of_policy=True),
 
     "data.on_bad_row": Key("error", "or \"skip\": count it and go on", choices=("error", "skip")),
     "verifier.rules": Key("dapo", "the reference's rules; or strict, strict_box, math_verify",

@@ -103,8 +103,8 @@ def load(prompt: str | None, *, n: int) -> tuple[Run, str]:
             auto_sizes.fit_lengths(config, max(1, tokens), most=TALK_TOKENS)
         auto_sizes.fit_cache(config, n)
 
-    how = {"reads": "", "fit": fit, "step": given.step, "may_differ": ("tokenizer.chat",)}
-    run = open_run(config, workdir, "policy", **how)
+    how = {"fit": fit, "step": given.step, "may_differ": ("tokenizer.chat", "tokenizer.date")}
+    run = open_run(config, workdir, "policy", reads="", **how)
     where = f"{workdir} after {run.step} steps" if workdir else given.model
     asks = "its chat template" if given.chat else f"--template={template!r}"
     print(f"{where}, {asks}", file=sys.stderr)

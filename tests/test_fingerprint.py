@@ -182,6 +182,23 @@ def test_a_run_of_an_older_version_goes_on():
         said_of(fingerprint_of(**{"learner.decay": "linear"}), old)
 
 
+def test_the_same_texts_as_other_tokens_are_another_runs():
+    """A template that writes the day, or another version of its library, went unnoticed."""
+
+    def tokens(ids):
+        digests = fingerprint.of_prompts([Prompt(np.array(ids, np.int32), Example((), "", "", 0))])
+        return fingerprint_of() | {"data": {"data.train": digests}}
+
+    assert said_of(tokens([1, 2]), tokens([1, 2])) == []
+    with pytest.raises(
+        ValueError, match=r"data\.train: its prompts are the same, but not their to"
+    ):
+        said_of(tokens([1, 3]), tokens([1, 2]))
+    older = tokens([1, 2])
+    del older["data"]["data.train"]["ids"]
+    assert said_of(tokens([1, 3]), older) == []
+
+
 def test_sets_in_another_order_are_another_stream():
     """A fork with the same sets under other names went on, in a stream of another order.
 

@@ -1,6 +1,7 @@
 """The start of a command, forks first; and which groups the filter keeps."""
 
 import contextlib
+import datetime
 import json
 import pathlib
 import shutil
@@ -184,6 +185,17 @@ def test_start_reads_a_folder_of_any_name_as_an_absolute_path(tmp_path, monkeypa
     origin = Parent.parse("run:lr@1e-5:b@20")
     assert origin == Parent(tmp_path.resolve() / "lr@1e-5:b", 20)
     assert Parent.parse(str(origin)) == origin
+
+
+def test_a_run_keeps_the_day_of_its_first_start(tmp_path):
+    """What a chat template writes of the day belongs to the run, and to its forks."""
+    today = starts._day(starts.Run(None, tmp_path))
+    assert today == f"{datetime.date.today()}"
+    for saved, kept in (({"date": "2024-02-29"}, "2024-02-29"), ({}, "")):
+        (tmp_path / "config.json").write_text(json.dumps({"tokenizer": saved}))
+        assert starts._day(starts.Run(None, tmp_path)) == kept
+        forked = starts.Run(None, tmp_path / "fork", parent=Parent(tmp_path, 2))
+        assert starts._day(forked) == kept
 
 
 def test_a_fork_needs_a_run(tmp_path):

@@ -67,8 +67,8 @@ def piece_file(tmp_path_factory):
     return prefix.with_suffix(".model")
 
 
-def load(path, stop_tokens=None, chat="none"):
-    return load_tokenizer(path, stop_tokens=stop_tokens, chat=chat)
+def load(path, stop_tokens=None, chat="none", **how):
+    return load_tokenizer(path, stop_tokens=stop_tokens, chat=chat, **how)
 
 
 def user(text):
@@ -384,6 +384,20 @@ def test_what_the_template_begins_of_an_answer(bpe_folder, tmp_path, changed, op
     found = load(copy_of(bpe_folder, tmp_path, chat_template=template), chat="template")
     assert found.opening == opening
     assert load(bpe_folder, chat="none").opening == ""
+
+
+def test_a_template_writes_the_day_that_is_set(bpe_folder, tmp_path):
+    """A run that was resumed after midnight went on with other prompts."""
+    dated = "{% if strftime_now is defined %}{{ strftime_now( '%d %b %Y' ) }}{% endif %}" + CHATML
+    found = copy_of(bpe_folder, tmp_path, chat_template=dated)
+    tokenizer = load(found, chat="template", date="2024-02-29")
+    assert tokenizer.date == "2024-02-29"
+    assert tokenizer.decode(tokenizer.encode_chat(user("hi"))).startswith("29 Feb 2024<|im_start|>")
+    assert load(found, chat="none", date="2024-02-29").date == ""
+    with pytest.raises(
+        ValueError, match=r"tokenizer\.date is 'today': must be a day, as 2026-11-27"
+    ):
+        load(found, chat="template", date="today")
 
 
 def test_a_begun_answer_is_gone_on_from(bpe_folder, tmp_path):

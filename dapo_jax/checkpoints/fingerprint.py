@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
@@ -191,17 +192,19 @@ def _of_training(config: ConfigDict, train) -> dict:
 
 
 def of_prompts(prompts: Sequence[Prompt]) -> dict:
-    """Digests a data set's texts and answers in their order.
+    """Digests a data set's texts and answers in their order, and their token ids.
 
-    Token ids are left out: the tokenizer's and the config's digests cover them.
+    The ids depend on the tokenizer's library too.
     """
-    digest = hashlib.sha256()
+    digest, ids = hashlib.sha256(), hashlib.sha256()
     for prompt in prompts:
         example = prompt.example
         messages = [dict(message) for message in example.prompt]
         content = [messages, example.answer, example.extra]
         digest.update(json.dumps(content, sort_keys=True, default=_plain).encode())
-    return {"prompts": len(prompts), "digest": digest.hexdigest()[:32]}
+        ids.update(prompt.token_ids.astype(np.int32).tobytes())
+    digests = {"digest": digest.hexdigest()[:32], "ids": ids.hexdigest()[:32]}
+    return {"prompts": len(prompts), **digests}
 
 
 def of_file(file: epath.Path) -> str:
@@ -282,6 +285,8 @@ def _data_differences(old: dict, new: dict) -> Iterator[str]:
             yield f"{key} has {b['prompts']} prompts, not {a['prompts']}"
         elif a["digest"] != b["digest"]:
             yield f"{key}: its prompts differ"
+        elif a.get("ids", b["ids"]) != b["ids"]:  # checkpoints of before have none
+            yield f"{key}: its prompts are the same, but not their tokens (transformers' version)"
         if a.get("share") != b.get("share"):
             yield f"{key}: its share of the prompts is {b['share']}, not {a['share']}"
 

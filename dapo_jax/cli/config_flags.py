@@ -56,7 +56,7 @@ def fill_open(config: ConfigDict, chosen: Mapping) -> None:
     for name, value in base.leaves(config):
         if (key := base.KEYS.get(name)) and key.open is not None and value == key.open:
             section, _, last = name.partition(".")
-            config[section][last] = chosen[section][last]
+            config[section][last] = chosen[section].get(last, value)
 
 
 def config_differences(

@@ -160,7 +160,10 @@ def positions_of(path: str, sizes: ModelConfig) -> int | None:
 
 
 def tokenizer(config: ConfigDict) -> Tokenizer:
-    """The tokenizer of tokenizer.path or model.path; fills in tokenizer.chat where it is open."""
+    """The tokenizer of tokenizer.path or model.path; fills in tokenizer.chat where it is open.
+
+    A tokenizer.date that is in no prompt is taken out.
+    """
     path = hub.local(config.tokenizer.path or config.model.path)
     if not path:
         raise ValueError("model.path and tokenizer.path are empty: set one of them")
@@ -168,9 +171,9 @@ def tokenizer(config: ConfigDict) -> Tokenizer:
         name = "tokenizer.path" if config.tokenizer.path else "model.path"
         raise FileNotFoundError(f"{name} = {path!r}: there is no such directory")
     of = config.tokenizer
-    loaded = load_tokenizer(path, stop_tokens=of.stop_tokens or None, chat=of.chat)
-    if of.chat == "auto":
-        of.chat = loaded.chat
+    how = {"stop_tokens": of.stop_tokens or None, "chat": of.chat, "date": of.date}
+    loaded = load_tokenizer(path, **how)
+    of.chat, of.date = loaded.chat, loaded.date
     return loaded
 
 

@@ -7,6 +7,7 @@ differ. The parent is read and never written to.
 
 import contextlib
 import dataclasses
+import datetime
 import functools
 import json
 import pathlib
@@ -197,6 +198,7 @@ def open_run(
     given, plans_training = dict(leaves(config)), trains or devices is not None
     auto_sizes.fit_model(config, training=plans_training)
     if devices is None:
+        config.tokenizer.date = config.tokenizer.date or hosts.on_main(lambda: _day(run))
         _read(run, reads)
     if plans_training:
         auto_sizes.fit_data(config, run.data, given=given)
@@ -220,6 +222,15 @@ def open_run(
         _restore(run)
         _begin(run, stack, watch)
     return run
+
+
+def _day(run: Run) -> str:
+    """Returns the day of a run's first start, or its parent's; "" of one before there were days."""
+    begun = run.parent.workdir if run.parent else run.workdir
+    if begun and (begun / "config.json").is_file():
+        with contextlib.suppress(ValueError):  # check_same_config refuses it
+            return read_json(begun / "config.json").get("tokenizer", {}).get("date", "")
+    return datetime.date.today().isoformat()
 
 
 def _require_one_config(config: ConfigDict) -> None:

@@ -5,11 +5,13 @@ the layout of the files. Nothing is stripped from a response but the stop token 
 """
 
 import contextlib
+import datetime
 import difflib
 import json
 import logging
 import os
 import pathlib
+import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -27,6 +29,7 @@ FILES = (
     *("generation_config.json", "config.json"),
 )
 ROLES = ("user", "assistant")  # in turn
+_CLOCK = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 MAX_ERROR_CHARS = 200
 PROBE = "\n What is  12+3?\nAnswer: \u00bd \u00e9\U0001f680, is it so, is it"
 
@@ -38,10 +41,13 @@ class HuggingFaceTokenizer:
     stop_ids: ids that end a response, at least one.
     pad_id: an id for filling arrays. It may equal a stop id: build masks from lengths, not from it.
     chat: "template" or "none", how messages become a prompt.
+    date: the day that the template writes; "": today's, or that it writes none.
     opening: what the template begins an answer with, behind its header: "<think>\\n", or "".
     """
 
-    def __init__(self, folder: epath.Path, *, stop_tokens: Sequence[str] | None, chat: str):
+    def __init__(
+        self, folder: epath.Path, *, stop_tokens: Sequence[str] | None, chat: str, date: str = ""
+    ):
         self._folder = folder
         with _of_library(folder, "has a tokenizer that cannot be read"), _local(folder) as files:
             self._tokenizer = _transformers().AutoTokenizer.from_pretrained(
@@ -49,8 +55,13 @@ class HuggingFaceTokenizer:
             )
         if chat == "auto":
             chat = "template" if self._tokenizer.chat_template else "none"
-        self.chat = chat
-        self.opening = self._opening() if chat == "template" else ""
+        self.chat, self.date, self.opening = chat, "", ""
+        if chat == "template":
+            with _of_library(folder, 'has no chat template: add it or set tokenizer.chat="none"'):
+                template = self._tokenizer.get_chat_template()
+            self._tokenizer.chat_template = _on_day(template, date)
+            self.date = date if self._tokenizer.chat_template != template else ""
+            self.opening = self._opening()
         ids = self._tokenizer.get_vocab()
         self.vocab_size = 1 + max(ids.values())
         if stop_tokens is None:
@@ -61,9 +72,6 @@ class HuggingFaceTokenizer:
             if chat == "template":
                 ends.insert(0, self._end_of_turn())
             stop_tokens = list(filter(None, ends))
-        if chat == "template":
-            with _of_library(folder, 'has no chat template: add it or set tokenizer.chat="none"'):
-                self._tokenizer.get_chat_template()
         self.stop_ids = _stop_ids(stop_tokens, ids, folder)
         pad_id = self._tokenizer.pad_token_id
         self.pad_id = self.stop_ids[0] if pad_id is None else pad_id
@@ -118,7 +126,7 @@ class HuggingFaceTokenizer:
 class SentencePieceTokenizer:
     """A sentencepiece model with the same methods; a prompt of messages is plain text."""
 
-    chat, opening = "none", ""
+    chat, date, opening = "none", "", ""
 
     def __init__(self, file: epath.Path, *, stop_tokens: Sequence[str] | None):
         self._processor = sentencepiece.SentencePieceProcessor()
@@ -153,7 +161,9 @@ def begun_answer(messages: Sequence[Message], tokenizer: Tokenizer) -> str:
     return tokenizer.opening
 
 
-def load_tokenizer(path: PathLike, *, stop_tokens: Sequence[str] | None, chat: str) -> Tokenizer:
+def load_tokenizer(
+    path: PathLike, *, stop_tokens: Sequence[str] | None, chat: str, date: str = ""
+) -> Tokenizer:
     """Reads a tokenizer from a Hugging Face directory or a sentencepiece model.
 
     path: a directory, maybe in a bucket, or a sentencepiece `.model` file. A directory whose only
@@ -166,6 +176,7 @@ def load_tokenizer(path: PathLike, *, stop_tokens: Sequence[str] | None, chat: s
         or "none" (the contents of the messages as plain text, in which no text becomes a special
         token, with what the tokenizer puts around a text, such as Llama 3's <|begin_of_text|>);
         "auto": the first where there is a template.
+    date: the day, as 2026-11-27, of a template that writes one; "": today.
 
     Raises FileNotFoundError for missing files and ValueError for files, stop tokens or templates
     that do not fit; both name the setting to change.
@@ -173,7 +184,7 @@ def load_tokenizer(path: PathLike, *, stop_tokens: Sequence[str] | None, chat: s
     path = epath.Path(path)
     there = [name for name in FILES[:-1] if (path / name).exists()] if path.is_dir() else []
     if there not in ([], ["tokenizer.model"]):
-        return HuggingFaceTokenizer(path, stop_tokens=stop_tokens, chat=chat)
+        return HuggingFaceTokenizer(path, stop_tokens=stop_tokens, chat=chat, date=date)
     model_file = path / "tokenizer.model" if there else path
     if model_file.suffix != ".model" or not model_file.exists():
         raise FileNotFoundError(
@@ -230,6 +241,15 @@ def save_for_transformers(model_file: epath.Path, folder: epath.Path) -> list[st
     for name, content in files.items():
         (folder / name).write_text(content)
     return list(files)
+
+
+def _on_day(template: str, date: str) -> str:
+    """Writes the day into a chat template where it asks the clock; ValueError for no date."""
+    try:
+        day = datetime.date.fromisoformat(date) if date else None
+    except ValueError as error:
+        raise ValueError(f"tokenizer.date is {date!r}: must be a day, as 2026-11-27") from error
+    return _CLOCK.sub(lambda it: repr(day.strftime(it[2])), template) if day else template
 
 
 def _text_ids(ids: Sequence[int], tokenizer: Tokenizer) -> list[int]:
