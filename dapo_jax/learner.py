@@ -23,7 +23,7 @@ from dapo_jax.losses import high_covariance, token_loss
 from dapo_jax.packing import into_micro_batches, pack
 from dapo_jax.types import Batch, Group
 from models.kernels import Kernels
-from models.lora import Lora, adapted
+from models.lora import Lora, adapted, beside
 from models.parameters import param_axes
 from models.precision import Weights, products_in
 from sharding import hosts, rules
@@ -113,11 +113,22 @@ def cast(params, dtype):
 
 
 def policy_weights(params, start_weights, learning: Learning):
-    """Makes all of the policy's weights in the compute dtype: with LoRA the start's, adapted."""
+    """Makes all of the policy's weights, as the compute dtype rounds them.
+
+    With LoRA the start's, and the adapted ones among them are float32 sums.
+    """
     if learning.lora is None:
         return cast(params, learning.compute_dtype)
-    with products_in(learning.compute_dtype):
+    with products_in("float32"):
         layers = adapted(start_weights["layers"], params["layers"], scale=learning.lora.scale)
+    return start_weights | {"layers": layers}
+
+
+def sampled_weights(params, start_weights, learning: Learning):
+    """Makes the weights that the sampler computes with: the policy's, or LoRA's factors beside."""
+    if learning.lora is None or learning.compute_dtype == "float32":
+        return policy_weights(params, start_weights, learning)
+    layers = beside(start_weights["layers"], params["layers"], scale=learning.lora.scale)
     return start_weights | {"layers": cast(layers, learning.compute_dtype)}
 
 
@@ -195,7 +206,7 @@ def abstract_batch(learning: Learning, row_tokens: int, mesh) -> Batch:
 def forward(weights, adapters, micro: Batch, *, graph, mesh, learning: Learning):
     """Runs the model on a micro-batch: (x_BTD of the last layer, head_DV), which make the logits.
 
-    adapters: LoRA's or None, added layer by layer: the adapted weights never exist all at once.
+    adapters: LoRA's or None, taken layer by layer: the adapted weights never exist all at once.
     """
     # Each device pairs its queries with its own keys and values.
     rules.require_whole_heads(weights["layers"]["k_DKH"].shape[-2], mesh.shape["model"])
@@ -216,7 +227,8 @@ def forward(weights, adapters, micro: Batch, *, graph, mesh, learning: Learning)
         "axis": "model" if mesh.shape["model"] > 1 else None,
     }
     if adapters is not None:
-        how["adapt"] = functools.partial(adapted, scale=learning.lora.scale)
+        adapt = adapted if learning.compute_dtype == "float32" else beside
+        how["adapt"] = functools.partial(adapt, scale=learning.lora.scale)
 
     def hidden(weights, adapters, tokens_BT, position_BT, segment_BT, branch_BT):
         def attend(q_BTNH, k_BTKH, v_BTKH):

@@ -1,8 +1,9 @@
 """Low-rank adaptation (LoRA, Hu et al. 2021, arXiv 2106.09685): W + scale * A B, W left alone.
 
 Axis letter beside the model's: R rank. An adapted matrix's factors are called by its name with R
-between what is summed over and what comes out: q_DNH has q_DR and q_RNH. Policies are sampled and
-trained with the sum, in the dtype of W, so that the two agree to rounding.
+between what is summed over and what comes out: q_DNH has q_DR and q_RNH. In float32 policies are
+sampled and trained with the sum. In a dtype that rounds, a small change would be lost in the sum:
+there x W + (x A) B takes its place, in the sampler and the learner alike.
 """
 
 import dataclasses
@@ -56,6 +57,12 @@ def init_adapters(config: ModelConfig, lora: Lora, *, key) -> dict[str, Any]:
         adapters[a] = std * jax.random.normal(jax.random.fold_in(key, i), (L, *summed, lora.rank))
         adapters[b] = jnp.zeros((L, lora.rank, *out))
     return {"layers": adapters}
+
+
+def beside(layer: dict[str, Any], adapters: dict[str, Any], *, scale: float) -> dict[str, Any]:
+    """Adds A and scale * B to a layer's or stacked parameters, and leaves every W as it is."""
+    factor = {name: scale if name.rpartition("_")[2][0] == "R" else 1.0 for name in adapters}
+    return layer | {name: factor[name] * array for name, array in adapters.items()}
 
 
 def adapted(layer: dict[str, Any], adapters: dict[str, Any], *, scale: float) -> dict[str, Any]:

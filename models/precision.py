@@ -116,5 +116,18 @@ def _backward(project, spec, weights, residuals, d_out):
 _rounded_product.defvjp(_forward, _backward)
 
 
+def low_rank_product(spec, x, a, b, weights: Weights = WHOLE):
+    """Multiplies by A, then by B, float32; spec: of a product with the matrix A B.
+
+    a: its last axis is the rank; those before it count as one where spec has one.
+    """
+    x_axes, w_axes, out_axes = _letters(spec)
+    kept, out = (re.sub(f"[{of}]", "", axes) for of, axes in ((w_axes, x_axes), (x_axes, w_axes)))
+    summed = re.sub(f"[{kept}]", "", x_axes)
+    a = a.reshape(-1, a.shape[-1])
+    h = product(jnp.einsum, f"{x_axes},{summed}R->{kept}R", x, a, weights)
+    return product(jnp.einsum, f"{kept}R,R{out}->{out_axes}", h, b, weights)
+
+
 def _letters(spec):
     return re.split(",|->", spec)

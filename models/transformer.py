@@ -10,6 +10,7 @@ angles, softmax and logits are float32.
 """
 
 import functools
+import types
 from typing import Any, ClassVar
 
 import jax
@@ -24,11 +25,12 @@ from models.parameters import (
     HEAD,
     ModelConfig,
     Parameter,
+    axis_letters,
     matrix,
     norm,
     normal,
 )
-from models.precision import WHOLE, Weights, lookup, product, rounded
+from models.precision import WHOLE, Weights, lookup, low_rank_product, product, rounded
 
 # What a layer keeps for the backward pass beside its input; the rest is computed again (Chen et al.
 # 2016, arXiv 1604.06174). The products are those with weight matrices of which something comes
@@ -142,6 +144,7 @@ class Layer(nnx.Module):
         reduce=lambda x_BTD: x_BTD,
         project=jnp.einsum,
         weights: Weights = WHOLE,
+        factors=types.MappingProxyType({}),
     ):
         """Computes the layer: (x_BTD, what `attend` kept).
 
@@ -151,15 +154,23 @@ class Layer(nnx.Module):
         new x_BTD. Where heads and feed-forward are split over chips, `reduce` adds up what each
         contributes, and `gather` brings together the tokens that they all need, if these are split
         in between. `project` multiplies by a weight matrix that `transposed` transposes. weights:
-        where the matrices are.
+        where the matrices are. factors: (A, B) of the matrices to which A B is added, by their
+        first letters.
         """
-        eps, times = self.config.rms_norm_eps, functools.partial(product, weights=weights)
+        eps = self.config.rms_norm_eps
+
+        def times(project, spec, x, w, name):
+            out = product(project, spec, x, w, weights)
+            if name not in factors:
+                return out
+            return out + low_rank_product(spec, x, *factors[name], weights)
+
         dtype = weights.dtype_of(self.o_NHD[...])
         h = gather(rms_norm(x_BTD, self.attn_norm_D[...], eps=eps).astype(dtype))
         q, k, v = self.of_heads(
-            times(project, "BTD,DNH->BTNH", h, self.q_DNH[...]),
-            times(project, "BTD,DKH->BTKH", h, self.k_DKH[...]),
-            times(project, "BTD,DKH->BTKH", h, self.v_DKH[...]),
+            times(project, "BTD,DNH->BTNH", h, self.q_DNH[...], "q"),
+            times(project, "BTD,DKH->BTKH", h, self.k_DKH[...], "k"),
+            times(project, "BTD,DKH->BTKH", h, self.v_DKH[...], "v"),
         )
         heads = rope(q, cos_sin), rope(k, cos_sin), v
         q, k, v = (checkpoint_name(x.astype(dtype), PRODUCT) for x in heads)
@@ -167,15 +178,15 @@ class Layer(nnx.Module):
         # Heads as one axis: XLA sums over two in an order for which it copies the matrix first.
         out, o = out.reshape(*out.shape[:2], -1), self.o_NHD[...]
         o = o.reshape(-1, o.shape[-1])
-        x_BTD = x_BTD + reduce(times(jnp.einsum, "BTZ,ZD->BTD", out, o))
+        x_BTD = x_BTD + reduce(times(jnp.einsum, "BTZ,ZD->BTD", out, o, "o"))
         x_BTD = checkpoint_name(x_BTD, PRODUCT)
         h = gather(rms_norm(x_BTD, self.mlp_norm_D[...], eps=eps).astype(dtype))
         gate, up = (
-            checkpoint_name(times(project, "BTD,DF->BTF", h, w[...]).astype(dtype), PRODUCT)
-            for w in (self.gate_DF, self.up_DF)
+            checkpoint_name(times(project, "BTD,DF->BTF", h, w[...], name).astype(dtype), PRODUCT)
+            for w, name in ((self.gate_DF, "gate"), (self.up_DF, "up"))
         )
         gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
-        out = times(project, "BTF,FD->BTD", jax.nn.silu(gate) * up, self.down_FD[...])
+        out = times(project, "BTF,FD->BTD", jax.nn.silu(gate) * up, self.down_FD[...], "down")
         return x_BTD + reduce(out), kept
 
 
@@ -223,7 +234,8 @@ class Transformer(nnx.Module):
         backward pass. project, gather, reduce and weights: the layer's. axis: the mesh axis over
         which heads, feed-forward and vocabulary are split, or None. unroll: unroll the layers
         instead of scanning them. adapt(a layer's parameters, its adapters) -> the parameters to
-        compute with, where `adapters` is a tree of arrays stacked as the layers are.
+        compute with, LoRA's factors among them, where `adapters` is a tree of arrays stacked as the
+        layers are.
         """
         graph, state = nnx.split(self.layers)
         layers = nnx.to_pure_dict(state)
@@ -235,8 +247,9 @@ class Transformer(nnx.Module):
         def through_layers(x_BTD, cos_sin):
             def body(x_BTD, params_and_adapters):
                 x_BTD = checkpoint_name(x_BTD, LAYER_INPUT)
-                layer = nnx.merge(graph, adapt(*params_and_adapters))
-                return layer(x_BTD, cos_sin, lambda *qkv: (attend(*qkv), None), **how)
+                own, factors = split_factors(adapt(*params_and_adapters))
+                run = functools.partial(nnx.merge(graph, own), factors=factors, **how)
+                return run(x_BTD, cos_sin, lambda *qkv: (attend(*qkv), None))
 
             return jax.lax.scan(REMAT[remat](body), x_BTD, (layers, adapters), unroll=unroll)
 
@@ -269,8 +282,9 @@ def hidden_layer_by_layer(
     def through_layers(x_BTD, cos_sin):
         kept = []
         for array, attend in zip(params["layers"], attends, strict=True):
-            layer = nnx.merge(graph, transposed(array))
-            x_BTD, kept_of_one = layer(x_BTD, cos_sin, attend, reduce=reduce, project=project)
+            own, factors = split_factors(transposed(array))
+            run = functools.partial(nnx.merge(graph, own), reduce=reduce, project=project)
+            x_BTD, kept_of_one = run(x_BTD, cos_sin, attend, factors=factors)
             kept.append(kept_of_one)
         return x_BTD, kept
 
@@ -293,6 +307,17 @@ def _hidden(params, config, tokens_BT, position_BT, through_layers, *, weights, 
 def _over(x, *, axis: str | None, dtype):
     """Sums over a mesh axis, which takes it in a dtype; None: nothing is split."""
     return x if axis is None else jax.lax.psum(x.astype(dtype), axis).astype(x.dtype)
+
+
+def split_factors(layer: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[Any, Any]]]:
+    """Splits a layer's arrays: (its parameters, {matrix: (A, B)} of models.lora)."""
+    own = {name: array for name, array in layer.items() if "R" not in axis_letters(name)}
+    names = sorted(layer.keys() - own.keys(), key=lambda name: axis_letters(name)[0] == "R")
+    factors: dict[str, tuple] = {}
+    for name in names:  # every A, then every B
+        matrix = name.partition("_")[0]
+        factors[matrix] = (*factors.get(matrix, ()), layer[name])
+    return own, factors
 
 
 def split(model: Transformer) -> tuple[nnx.GraphDef, dict[str, Any]]:

@@ -158,17 +158,20 @@ def _by_token(collective, x_BTD):
 
 
 def whole_width(w, letters: str, mesh: Mesh):
-    """Gathers a matrix whose width "D" is split over "data"."""
+    """Gathers a matrix whose width "D", if it has one, is split over "data"."""
     axis = LEARNER["width"]
-    if mesh.shape[axis] == 1:
+    if mesh.shape[axis] == 1 or "D" not in letters:
         return w
     return jax.lax.all_gather(w, axis, axis=letters.index("D"), tiled=True)
 
 
 def split_width(d_w, letters: str, mesh: Mesh):
-    """Adds up the gradients of such a matrix, and leaves each device its part."""
+    """Adds up the gradients of such a matrix, and leaves each device its part.
+
+    Those of a matrix without it, which is whole everywhere, shard_map adds up.
+    """
     axis = LEARNER["width"]
-    if mesh.shape[axis] == 1:
+    if mesh.shape[axis] == 1 or "D" not in letters:
         return d_w
     return jax.lax.psum_scatter(d_w, axis, scatter_dimension=letters.index("D"), tiled=True)
 

@@ -190,9 +190,7 @@ def test_the_same_texts_as_other_tokens_are_another_runs():
         return fingerprint_of() | {"data": {"data.train": digests}}
 
     assert said_of(tokens([1, 2]), tokens([1, 2])) == []
-    with pytest.raises(
-        ValueError, match=r"data\.train: its prompts are the same, but not "
-    ):
+    with pytest.raises(ValueError, match=r"data\.train: its prompts are the same, but not "):
         said_of(tokens([1, 3]), tokens([1, 2]))
     older = tokens([1, 2])
     del older["data"]["data.train"]["ids"]

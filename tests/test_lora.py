@@ -21,9 +21,9 @@ from dapo_jax.setup import components, policy
 from dapo_jax.tasks.datasets import Mixture
 from models import hf
 from models.kernels.packed import packed_attention
-from models.lora import MATRICES, Lora, adapted, factors, init_adapters
+from models.lora import MATRICES, Lora, adapted, beside, factors, init_adapters
 from models.precision import Weights
-from models.transformer import abstract_params
+from models.transformer import abstract_params, hidden_layer_by_layer, unstack
 from sharding.mesh import make_mesh
 from tests.test_learner import LEARNING, SMALL, batch_of, data, params
 
@@ -111,32 +111,64 @@ def test_gradients_are_the_weights_gradients_through_the_chain_rule(params, micr
             np.testing.assert_allclose(got, expected, atol=2e-5 * np.abs(expected).max())
 
 
-def test_learner_and_sampler_compute_with_the_same_bits(params):
-    """In bfloat16 too: both round the sum of W and A B once, to W's dtype."""
-    learning = dataclasses.replace(LEARNING, lora=LORA, compute_dtype="bfloat16")
-    start = learner.cast(params, jnp.bfloat16)
-    adapters = random_adapters()
-    graph, _ = abstract_params(SMALL)
+def hidden_states(params, adapters, *, dtype, by_sampler):
+    """Runs the model in a dtype as the learner does, or the sampler; float32 x_BTD."""
+    learning = dataclasses.replace(LEARNING, lora=LORA, compute_dtype=dtype)
     tokens_BT = np.random.default_rng(0).integers(0, 60, (2, 16))
     position_BT = np.broadcast_to(np.arange(16), (2, 16))
     one_BT = np.ones((2, 16), np.int32)
 
-    def hidden(weights, **adaptation):
-        model = nnx.merge(graph, weights)
-        return model.hidden(
-            tokens_BT,
-            position_BT,
-            lambda *qkv: packed_attention(*qkv, one_BT, one_BT),
-            weights=Weights(dtype=jnp.bfloat16),
-            **adaptation,
-        )
+    def attend(*qkv):
+        return packed_attention(*qkv, one_BT, one_BT)
 
-    adapt = functools.partial(adapted, scale=LORA.scale)
-    layer_by_layer = jit(lambda a: hidden(start, adapters=a["layers"], adapt=adapt))(adapters)
-    merged = jit(lambda a: learner.policy_weights(a, start, learning))(adapters)
-    np.testing.assert_array_equal(layer_by_layer, jit(hidden)(merged))
-    for name, array in merged["layers"].items():
-        assert array.dtype == jnp.bfloat16, name
+    def run(params, adapters):
+        start = learner.cast(params, dtype)
+        if by_sampler:
+            weights = unstack(learner.sampled_weights(adapters, start, learning))
+            attends = [lambda *qkv: (attend(*qkv), None)] * SMALL.num_layers
+            part = hidden_layer_by_layer(weights, SMALL, tokens_BT, position_BT, attends, axis=None)
+            return part[0].astype(jnp.float32)
+        adapt = functools.partial(adapted if dtype == "float32" else beside, scale=LORA.scale)
+        model = nnx.merge(abstract_params(SMALL)[0], start)
+        how = {"weights": Weights(dtype=dtype), "adapters": adapters["layers"], "adapt": adapt}
+        return model.hidden(tokens_BT, position_BT, attend, **how).astype(jnp.float32)
+
+    return np.asarray(jit(run)(params, adapters))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_learner_and_sampler_compute_with_the_same_bits(params, dtype):
+    """Factors beside their matrix are rounded alike, layer by layer and all at once."""
+    adapters = random_adapters()
+    states = (hidden_states(params, adapters, dtype=dtype, by_sampler=by) for by in (False, True))
+    np.testing.assert_array_equal(*states)
+
+
+@pytest.mark.parametrize("by_sampler", [False, True])
+def test_a_small_update_is_not_rounded_away_in_bfloat16(params, by_sampler, monkeypatch):
+    """W + scale A B was rounded to W's grid, where a change of a thousandth of W is none."""
+    queries, of_heads = [], SMALL.layer.of_heads
+
+    def seen(layer, q_BTNH, *others):
+        queries.append(q_BTNH)
+        return of_heads(layer, q_BTNH, *others)
+
+    monkeypatch.setattr(SMALL.layer, "of_heads", seen)
+    adapters = random_adapters()["layers"]
+
+    def first_queries(dtype, part):
+        """The first layer's, whose inputs no adapter has touched; B is a part of what it was."""
+        shrunk = {name: a if name.endswith("R") else part * a for name, a in adapters.items()}
+        queries.clear()
+        with jax.disable_jit():
+            hidden_states(params, {"layers": shrunk}, dtype=dtype, by_sampler=by_sampler)
+        return queries[0]
+
+    (low, low_start), (exact, exact_start) = (
+        [first_queries(dtype, part) for part in (1e-3, 0.0)] for dtype in ("bfloat16", "float32")
+    )
+    error = np.linalg.norm((low - low_start) - (exact - exact_start))
+    assert error < 0.02 * np.linalg.norm(exact - exact_start)
 
 
 def lora_config():

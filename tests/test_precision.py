@@ -237,7 +237,11 @@ def test_float32_is_float32_and_a_gpu_adds_up_in_one_order(monkeypatch, case):
                 platforms = ("cuda" if platform == "gpu" else platform,)
                 text = traced.lower(lowering_platforms=platforms).as_text()
                 dots = [line for line in text.split("\n") if " stablehlo.dot_general " in line]
-                assert dots and all("[HIGHEST, HIGHEST]" in dot for dot in dots) == is_float32
+                exact = ["[HIGHEST, HIGHEST]" in dot for dot in dots]
+                if is_float32:
+                    assert exact and all(exact)
+                else:  # LoRA's factors are cast for the sampler, and multiplied nowhere
+                    assert not all(exact) or not dots
             made.append((traced.jaxpr.jaxpr, compiler_options))
 
         return types.SimpleNamespace(lower=lower)

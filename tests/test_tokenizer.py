@@ -394,9 +394,7 @@ def test_a_template_writes_the_day_that_is_set(bpe_folder, tmp_path):
     assert tokenizer.date == "2024-02-29"
     assert tokenizer.decode(tokenizer.encode_chat(user("hi"))).startswith("29 Feb 2024<|im_start|>")
     assert load(found, chat="none", date="2024-02-29").date == ""
-    with pytest.raises(
-        ValueError, match=r"tokenizer\.date is 'today': must be a day"
-    ):
+    with pytest.raises(ValueError, match=r"tokenizer\.date is 'today': must be a day"):
         load(found, chat="template", date="today")
 
 

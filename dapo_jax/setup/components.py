@@ -280,7 +280,7 @@ def programs(config: ConfigDict, vocab_size: int, *, devices=None) -> Programs:
     state, state_shardings = _abstract_state(sizes, how, mesh, params, shardings)
 
     def sampler_weights(params, start_weights):
-        return unstack(learner.policy_weights(params, start_weights, how))
+        return unstack(learner.sampled_weights(params, start_weights, how))
 
     of_engine = jax.eval_shape(sampler_weights, state.params, weights)
     engine_shardings = rules.param_shardings(mesh, param_axes(of_engine), of_engine, rules.SAMPLER)
