@@ -130,7 +130,6 @@ LOSS_PRESETS = {
         "algo.eps_high": 4.0,
         "algo.advantage_scale": "batch_std",
         "algo.loss_aggregation": "prompt_mean",
-        "algo.retire_pass_rate": 0.9,
     },
     # arXiv 2505.22617: Eq. 10, 13 and 14, Listing 1; the share is its 7B model's (32B: 2e-4)
     "kl_cov": {
@@ -230,8 +229,6 @@ KEYS = {
     "algo.tis_cap": Key(0.0, "cap on the weight of learner to sampler: of all tokens with "
                         "old_logprobs = learner, else of partial rollouts' instead of policy_loss; "
                         "0.0: none", at_least=0),
-    "algo.retire_pass_rate": Key(0.0, "a prompt whose pass rate reaches this value is dropped from "
-                                 "later epochs; 0.0: off", at_least=0, at_most=1),
     "algo.dynamic_sampling": Key(True, "Eq. 11"),
     "algo.filter_groups": Key("correctness", "Eq. 11's; or \"reward\": lengths pass groups too",
                               choices="dapo_jax.algorithm:FILTERS"),

@@ -103,7 +103,7 @@ def sample(run: start.Run, step: int, state, progress: start.Progress, watch: me
         with watch("rollout"):
             rollouts = rollout.collect(
                 session,
-                run.remaining(progress).__getitem__,
+                run.data.stream.__getitem__,
                 run.data.train.grade,
                 cursor,
                 partial,
@@ -213,12 +213,10 @@ def finish(
         arrays = digests.described(state)
         digested = run.record.digests(arrays)
 
-    retired = run.retire_solved(rollouts, progress)
     tokens = progress.sampled_tokens_total + rollouts.stats.sampled_tokens
     done = dataclasses.replace(
         done,
         sampled_tokens_total=tokens,
-        retired_prompts=len(retired),
         seconds=(run.seconds if step == run.step else {}) | watch.seconds(),
     )
     row = metrics.step_row(done) | digested
@@ -233,7 +231,7 @@ def finish(
     if run.sets and (ends or (stopped and run.evaluates_in(step + 1))):
         evaluate_alone(run, state, step + 1)
 
-    progress = start.Progress(rollouts.cursor, tokens, row, rollouts.partial, retired, session)
+    progress = start.Progress(rollouts.cursor, tokens, row, rollouts.partial, session)
     if resumable:
         run.snapshots.take(step + 1, state, progress, arrays, force=ends or bool(stopped))
 

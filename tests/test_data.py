@@ -11,7 +11,7 @@ import tokenizers
 from processes import ran
 
 from configs import base
-from dapo_jax.tasks.datasets import PromptStream, RemainingStream, load_dataset, tokenize
+from dapo_jax.tasks.datasets import PromptStream, load_dataset, tokenize
 from dapo_jax.tasks.math_problems import MathProblems
 from dapo_jax.tasks.readers import PROMPT_TEMPLATE, DataError, read_rows
 from dapo_jax.tasks.tokenizer import load_tokenizer
@@ -435,52 +435,6 @@ def test_stream_epochs_are_permutations_by_seed_and_cursor_in_any_process():
     assert all(sorted(epoch) == sorted(items) for epoch in epochs)
     other = PromptStream(items, seed=8)
     assert [other[i] for i in range(200)] != taken
-
-
-def test_retired_items_are_out_of_each_epoch_that_has_not_begun():
-    """Ten items in steps of four: an epoch has its order's items but for those retired by then."""
-    whole = PromptStream([f"item{i}" for i in range(10)], seed=3)
-    orders = [[f"item{i}" for i in whole.order(epoch)] for epoch in range(5)]
-    assert orders == [[whole[10 * epoch + i] for i in range(10)] for epoch in range(5)]
-    solved = {"item2", "item5", "item6", "item9"}
-    retired, cursor, taken = {}, 0, []
-    for _ in range(8):
-        stream = RemainingStream(whole, retired, at_least=4)
-        assert [stream[i] for i in range(cursor)] == taken  # what is past stays
-        taken += [stream[i] for i in range(cursor, cursor + 4)]
-        found = [i for i in range(cursor, cursor + 4) if taken[i] in solved]
-        cursor += 4
-        retired = stream.retire(found, next_cursor=cursor)
-    # The third step begins the second epoch: what it solves of the first is in that one too.
-    early = solved & set(orders[0][:8])
-    assert early and early != solved
-    second = [item for item in orders[1] if item not in early]
-    later = [item for order in orders[2:] for item in order if item not in solved]
-    assert taken == [*orders[0], *second, *later][:32]
-    assert {f"item{place}": first for place, first in retired.items()} == {
-        item: 1 if item in early else 2 for item in solved
-    }
-
-
-def test_items_solved_at_the_end_of_an_epoch_are_not_in_the_next():
-    whole = PromptStream(range(6), seed=0)
-    stream = RemainingStream(whole, {}, at_least=1)
-    assert stream.retire([0, 5], next_cursor=6) == {whole[0]: 1, whole[5]: 1}
-    assert stream.retire([0, 5], next_cursor=7) == {whole[0]: 2, whole[5]: 2}
-    once = RemainingStream(whole, {whole[0]: 1}, at_least=1)
-    assert once.retire([0, 1], next_cursor=9) == {whole[0]: 1, whole[1]: 2}
-
-
-@pytest.mark.parametrize("left", [0, 2, 3])
-def test_an_epoch_of_too_few_items_has_all_of_them_again(left):
-    whole = PromptStream(range(20), seed=0)
-    stream = RemainingStream(whole, dict.fromkeys(range(left, 20), 1), at_least=3)
-    items = sorted(range(left) if left == 3 else range(20))
-    n = len(items)
-    for epoch in range(3):
-        first = 20 + epoch * n
-        assert sorted(stream[i] for i in range(first, first + n)) == items
-    assert stream.retire([0], next_cursor=20 + n).keys() == {*range(left, 20), whole[0]}
 
 
 @pytest.fixture(scope="module")

@@ -92,10 +92,6 @@ def test_sets_by_flags_alone_are_graded_each_by_its_own_task(monkeypatch, file):
         ({"data.train.weight": -1.0}, "data.train.weight = -1.0, but must be at least 0"),
         ({"data.train.weight": 0.0}, "data.train.weight = 0, and no set of data.mixture has a"),
         ({"eval.sets.arithmetic.weight": 1.0}, r"eval.sets.arithmetic.weight is set, but is for t"),
-        (
-            {"data.mixture.more.weight": 2.0, "algo.retire_pass_rate": 0.9},
-            r"algo.retire_pass_rate = 0.9, but there are 2 training sets \(data.mixture\)",
-        ),
         ({"data.mixture.more.k": 3}, r"data.mixture.more.k is set, but is for evaluation sets"),
         ({"data.train.k": 3}, r"data\.train\.k is set, but is for evaluation sets"),
         ({"eval.sets.arithmetic.k": -1}, "eval.sets.arithmetic.k = -1, but must be at least 0"),

@@ -1,11 +1,10 @@
 """Each preset of base.LOSS_PRESETS: with every config, and two steps of training each."""
 
 import importlib
-import json
 
 import numpy as np
 import pytest
-from runs import Killed, digests, rows_without_timings
+from runs import rows_without_timings
 from test_train import programs_compiled_once, small_config  # noqa: F401  a fixture
 
 from configs import base
@@ -50,29 +49,3 @@ def test_a_preset_trains_by_ratios_to_the_learners_own_rounding(preset, dtype, b
     assert (row["ratio_gap"] > 1e-4) == (dtype == "bfloat16")  # still the sampler's
     assert row["updates"] == 1 and row["grad_norm"] > 0 and row["updates_zero_gradient"] == 0
     assert np.isfinite(row["loss"])
-
-
-@pytest.mark.slow
-def test_a_killed_run_that_retires_prompts_resumes_bitwise(tmp_path, monkeypatch):
-    """Retired prompts are in the checkpoint; few prompts, so that epochs are short."""
-    config = small_config()
-    config.num_steps, config.eval.every_steps, config.checkpoint.every_steps = 5, 0, 1
-    config.data.train.count, config.algo.retire_pass_rate = 10, 0.5
-    whole, run, take_updates = tmp_path / "whole", tmp_path / "run", train.update
-
-    def killed(*args):
-        if (run / "checkpoints/3").is_dir():
-            raise Killed
-        return take_updates(*args)
-
-    train.train(config, whole)
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(train, "update", killed)
-        train.train(config, run)
-    progress = json.loads((run / "checkpoints/3/progress/metadata").read_text())
-    train.train(config, run)
-    rows = rows_without_timings(whole)
-    assert rows[2]["prompts_retired"] == len(progress["retired"]) > 0
-    assert rows[-1]["prompts_seen"] > 2 * 10
-    assert rows_without_timings(run) == rows
-    assert digests(run, 5) == digests(whole, 5)

@@ -27,7 +27,7 @@ from dapo_jax.types import Group, Response, Verdict
 from models.hf import load_params
 from models.hf_config import load_config
 
-# Of every row; where nothing is evaluated, partial over or retired, that is missing.
+# Of every row; where nothing is evaluated, or partial over, that is missing.
 FIRST = {"seconds/load", "seconds/compile"}  # of a start's first row
 OPTIONAL = (
     *FIRST,
@@ -35,7 +35,6 @@ OPTIONAL = (
     "partial_rollouts/",
     "staleness/",
     "clip_fraction/tis",
-    "prompts_retired",
 )
 EXPECTED_KEYS = {metric.key for metric in METRICS if not metric.key.startswith(OPTIONAL)}
 STEPS = 3

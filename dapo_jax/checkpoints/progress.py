@@ -15,16 +15,14 @@ class Progress:
     """The state of a run between two steps, beside the training state; saved with a checkpoint.
 
     cursor: of the next unseen prompt. row: that of the last step; None before the first. partial:
-    the unfinished groups that the next step continues. retired: solved prompts, by their place in
-    the data, with the first epoch without them. session: has the partial groups' keys and values;
-    None, and not saved, where the next step computes them again.
+    the unfinished groups that the next step continues. session: has the partial groups' keys and
+    values; None, and not saved, where the next step computes them again.
     """
 
     cursor: int = 0
     sampled_tokens_total: int = 0
     row: dict | None = None
     partial: Sequence[PartialGroup] = ()
-    retired: Mapping[int, int] = dataclasses.field(default_factory=dict)
     session: Session | None = None
 
     def to_json(self) -> dict:
@@ -34,15 +32,14 @@ class Progress:
             "sampled_tokens_total": self.sampled_tokens_total,
             "row": self.row,
             "partial": [_group_json(group) for group in self.partial],
-            "retired": sorted(self.retired.items()),
         }
 
     @classmethod
     def from_json(cls, described: Mapping) -> "Progress":
-        """Undoes `to_json`."""
+        """Undoes `to_json`; what older checkpoints have beside it is left out."""
         partial = [_group(it) for it in described.get("partial", ())]
-        retired = dict(described.get("retired", ()))
-        return cls(**{**described, "partial": partial, "retired": retired})
+        known = {it.name for it in dataclasses.fields(cls)} & described.keys()
+        return cls(**{name: described[name] for name in known} | {"partial": partial})
 
 
 def _group_json(group: PartialGroup) -> dict:

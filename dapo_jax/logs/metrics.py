@@ -35,8 +35,8 @@ class Step:
 
     config: the config. updates: what the learner's `update` returned, a dict a mini-batch.
     sampled_tokens_total: of the whole run so far. evaluation: `eval/<set>/<score>` of the policy
-    that the step sampled, where that was evaluated. retired_prompts: that later epochs do without
-    (algo.retire_pass_rate). seconds: wall time of each phase so far, and in "total".
+    that the step sampled, where that was evaluated. seconds: wall time of each phase so far, and in
+    "total".
     """
 
     config: Any
@@ -47,7 +47,6 @@ class Step:
     learning_rate: float
     evaluation: Mapping[str, float]
     sampled_tokens_total: int = 0
-    retired_prompts: int = 0
     seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
@@ -162,8 +161,6 @@ METRICS: list[Metric] = [
     Metric("step", "", "The rollout step, from 0.", lambda s: s.step),
     Metric("prompts_seen", "prompts", "Prompts of the stream that the run has gone through.",
            lambda s: s.rollouts.cursor),
-    Metric("prompts_retired", "prompts", "Solved prompts that later epochs omit.",
-           lambda s: s.retired_prompts or None),
     Metric("sampled_tokens_total", "tokens", "Tokens sampled for training by the run so far.",
            lambda s: s.sampled_tokens_total),
     Metric("reward/mean", "reward", "Mean reward (Eq. 7 and 13) of the sampled responses.",

@@ -64,11 +64,6 @@ def check(config: ConfigDict) -> Conditions:
         )
     training = mixture_settings(config)
     yield bool(training), "data.train.weight = 0, and no set of data.mixture has a weight"
-    yield (
-        len(training) == 1 or config.algo.retire_pass_rate == 0,
-        f"algo.retire_pass_rate = {config.algo.retire_pass_rate}, but there are {len(training)} "
-        "training sets (data.mixture); set it to 0",
-    )
     for key, settings in training.items():
         for name in ("k", "temperature", "top_p"):
             message = f"{key}.{name} is set, but is for evaluation sets; set rollout's keys"

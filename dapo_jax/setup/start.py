@@ -36,9 +36,7 @@ from dapo_jax.logs.provenance import NAME as STARTS
 from dapo_jax.logs.record import Record
 from dapo_jax.sampler.session import Stream
 from dapo_jax.setup import auto_sizes, checks, components, policy
-from dapo_jax.tasks.datasets import RemainingStream
 from dapo_jax.tasks.tokenizer import Tokenizer
-from dapo_jax.types import Rollouts
 from sharding import hosts
 
 # Steps without a checkpoint, in units of checkpoint.every_steps, that a run can have finished when
@@ -111,25 +109,6 @@ class Run:
         weights = self.sampler_weights(self.params)
         self.params = self.start_weights = None
         return weights
-
-    def remaining(self, progress: Progress) -> RemainingStream:
-        """Returns the training prompts in the order of sampling, without those that are retired."""
-        at_least = checks.generation_batch(self.config)[1]
-        return RemainingStream(self.data.stream, progress.retired, at_least=at_least)
-
-    def retire_solved(self, rollouts: Rollouts, progress: Progress) -> dict[int, int]:
-        """Returns the retired prompts after a step, in which some may have been solved."""
-        least, found = self.config.algo.retire_pass_rate, []
-        if least > 0:
-            found = [it.cursor for it in rollouts.sampled if it.correct_G.mean() >= least]
-        retired = self.remaining(progress).retire(found, next_cursor=rollouts.cursor)
-        prompts, (key, batch) = len(self.data.stream), checks.generation_batch(self.config)
-        if len(progress.retired) <= prompts - batch < len(retired):
-            self.record.display.line(
-                f"{len(retired):,} of {prompts:,} prompts are retired (algo.retire_pass_rate): "
-                f"fewer than rollout.{key} = {batch:,} remain, so later epochs have all again"
-            )
-        return retired
 
     def lines(self) -> list[str]:
         """Says what devices, data and sizes a step has."""

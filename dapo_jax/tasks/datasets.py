@@ -110,8 +110,6 @@ class PromptStream:
             for items, own in zip(sets, seeds, strict=True)
         ]
         self._dataset = grain.MapDataset.mix(endless, weights) if len(sets) > 1 else endless[0]
-        self._places = grain.MapDataset.range(len(sets[0])).shuffle(seed=seed).repeat()
-        self._orders: dict[int, np.ndarray] = {}
 
     def __len__(self) -> int:
         """Number of items, of all sets."""
@@ -119,69 +117,6 @@ class PromptStream:
 
     def __getitem__(self, cursor: int) -> Prompt:
         return self._dataset[int(cursor)]
-
-    def order(self, epoch: int) -> np.ndarray:
-        """Lists the items of an epoch, in order, as places in the data; for a stream of one set."""
-        if epoch not in self._orders:
-            first = epoch * len(self)
-            order = [self._places[cursor] for cursor in range(first, first + len(self))]
-            self._orders[epoch] = np.array(order)
-        return self._orders[epoch]
-
-
-class RemainingStream:
-    """Leaves retired items out of the later epochs of a stream (ScaleRL, 2510.13786, section 3.2).
-
-    retired: an item's place in the data -> the first epoch without it. An epoch that would have
-    fewer than `at_least` items has all of them again. Cursors count what remains: those gone
-    through mean the same, whatever is retired after them.
-    """
-
-    def __init__(self, stream: PromptStream, retired: Mapping[int, int], *, at_least: int):
-        self._stream = stream
-        self._at_least = at_least
-        self._retired = dict(retired)
-        self._first_epochs = np.sort(list(retired.values()))
-        self._remaining: dict[int, np.ndarray] = {}
-
-    def __getitem__(self, cursor: int) -> Prompt:
-        if not self._retired:
-            return self._stream[cursor]
-        epoch, i = self._find(cursor)
-        return self._stream[epoch * len(self._stream) + self._remains(epoch)[i]]
-
-    def retire(self, cursors: Sequence[int], *, next_cursor: int) -> dict[int, int]:
-        """Retires the items at `cursors` from each later epoch; returns all retired items."""
-        epoch, i = self._find(next_cursor)
-        found = {}
-        for cursor in cursors:
-            of_epoch, j = self._find(cursor)
-            place = self._stream.order(of_epoch)[self._remains(of_epoch)[j]]
-            found[int(place)] = epoch + (i > 0)
-        return found | self._retired
-
-    def _find(self, cursor: int) -> tuple[int, int]:
-        """Returns the epoch of a cursor, and its place among the items that remain there."""
-        epoch = 0
-        while cursor >= (size := self.size(epoch)):
-            cursor, epoch = cursor - size, epoch + 1
-        return epoch, cursor
-
-    def size(self, epoch: int) -> int:
-        """Counts the items of an epoch."""
-        gone = int(np.searchsorted(self._first_epochs, epoch, side="right"))
-        remaining = len(self._stream) - gone
-        return remaining if remaining >= max(1, self._at_least) else len(self._stream)
-
-    def _remains(self, epoch: int) -> np.ndarray:
-        """Lists the places that remain of an epoch, in its order."""
-        if epoch not in self._remaining:
-            gone = [place for place, first in self._retired.items() if first <= epoch]
-            if self.size(epoch) == len(self._stream):
-                gone = []
-            remains = ~np.isin(self._stream.order(epoch), gone)
-            self._remaining[epoch] = np.flatnonzero(remains)
-        return self._remaining[epoch]
 
 
 @dataclasses.dataclass(frozen=True)
