@@ -2,8 +2,7 @@
 
 A model is ORG/NAME, where nothing of that name is here, or hf://ORG/NAME@REVISION; a file of a data
 set is hf://datasets/ORG/NAME@REVISION/FILE, and a "*" in FILE stands for shards. A command calls
-`fetch` once, before it reads anything; what reads asks `local`. A config keeps the names; a run
-stays with the commits that it began with.
+`fetch` once, before it reads anything; what reads asks `local`. A config keeps the names.
 """
 
 import contextlib
@@ -18,7 +17,6 @@ from ml_collections import ConfigDict
 
 from configs.base import eval_settings, mixture_settings
 from dapo_jax.cli.failures import brief
-from dapo_jax.logs.files import read_starts
 from dapo_jax.tasks import tokenizer
 from sharding import hosts
 
@@ -42,14 +40,14 @@ def paths(config: ConfigDict, *unread: str) -> dict[str, str]:
     return {f"{key}.path": it["path"] for key, it in sets.items() if not key.startswith(unread)}
 
 
-def fetch(paths: Mapping[str, str], *runs: pathlib.Path | None) -> None:
+def fetch(paths: Mapping[str, str]) -> None:
     """Downloads what the names among the paths (key -> path) stand for and the cache lacks.
 
-    All processes call it; process 0 finds the commits. runs: whose commits are kept, the last one's
-    first. Raises ValueError and OSError, with the key and the setting to change.
+    All processes call it; process 0 finds the commits. Raises ValueError and OSError, with the key
+    and the setting to change.
     """
     _fetched.clear()
-    for key, name, commit in hosts.on_main(lambda: [*_at_commits(paths, runs)]):
+    for key, name, commit in hosts.on_main(lambda: [*_at_commits(paths)]):
         _fetched[name] = _downloaded(key, name, commit)
 
 
@@ -63,13 +61,8 @@ def record() -> dict[str, dict[str, str]]:
     return {"hub": {name: at[1] for name, at in sorted(_fetched.items())}} if _fetched else {}
 
 
-def _at_commits(paths: Mapping[str, str], runs) -> Iterator[tuple[str, str, str]]:
-    """Yields (key, name, commit) of the names among the paths; runs that have begun keep theirs."""
-    begun: dict[str, str] = {}
-    for run in filter(None, runs):
-        if (run / "config.json").exists():
-            for start in read_starts(run / "starts.jsonl"):
-                begun |= start.get("hub", {})
+def _at_commits(paths: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    """Yields (key, name, commit) of the names among the paths."""
     for key, path in paths.items():
         of_data, explicit = key.startswith(("data.", "eval.")), path.startswith("hf://")
         match = (FILE if of_data else MODEL).fullmatch(path)
@@ -77,8 +70,7 @@ def _at_commits(paths: Mapping[str, str], runs) -> Iterator[tuple[str, str, str]
             form = "datasets/ORG/NAME[@REVISION]/FILE" if of_data else "ORG/NAME[@REVISION]"
             raise ValueError(f"{key} = {path!r}: must be hf://{form}")
         if match and (explicit or not pathlib.Path(path).exists()):
-            revision = begun.get(path, match["revision"])
-            yield key, path, _downloaded(key, path, revision, weights=False)[1]
+            yield key, path, _downloaded(key, path, match["revision"], weights=False)[1]
 
 
 def _downloaded(key: str, name: str, revision: str | None, *, weights=True) -> tuple[str, str]:

@@ -100,36 +100,33 @@ def test_the_tokenizers_files_belong_to_a_run(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "edited", "refusal"),
     [
-        ({"data.train.task": "mine.task:Task"}, "mine/task.py", "data.train.task: mine/task.py"),
-        ({"data.train.task": "mine.task:Task"}, "mine/units.py", "data.train.task: mine/units.py"),
-        ({"data.train.task": "mine:Task"}, "mine/units.py", "data.train.task: mine/units.py"),
-        ({"data.train.task": "mine.task:Task"}, "unrelated.py", ""),
-        ({"model.family": "helper"}, "helper.py", "model.family: helper.py"),
-        ({"algo.policy_loss": "extra"}, "gates.py", "algo.policy_loss: gates.py"),
-        ({"algo.policy_loss": "of_config"}, "config.py", "policy_loss: the functions of config.py"),
-        ({"data.train.task": "loose.task:Task"}, "loose/inner.py", "train.task: loose/inner.py"),
-        ({"log.writers": ("helper:Writer",)}, "helper.py", "said: log.writers: helper.py"),
+        ({"data.train.task": "mine.task:Task"}, "mine/task.py", "data.train.task: mine.task"),
+        ({"data.train.task": "mine:Task"}, "mine/__init__.py", "data.train.task: mine"),
+        ({"data.train.task": "mine.task:Task"}, "mine/units.py", ""),
+        ({"model.family": "helper"}, "helper.py", "model.family: helper"),
+        ({"algo.policy_loss": "extra"}, "gates.py", "algo.policy_loss: gates"),
+        ({"algo.policy_loss": "of_config"}, "config.py", "policy_loss: of_config"),
+        ({"data.train.task": "loose.task:Task"}, "loose/task.py", "train.task: loose.task"),
+        ({"log.writers": ("helper:Writer",)}, "helper.py", "said: log.writers: helper"),
         ({"eval.sets.arithmetic.task": "helper:Task"}, "helper.py", "said: eval.sets.arithmetic"),
     ],
 )
 def test_custom_code_belongs_to_a_run(tmp_path, monkeypatch, settings, edited, refusal):
     """A grader was edited between two starts, and the run went on with other rewards, in silence.
 
-    An edited policy loss of the config's file is refused too, compiled or not, with the functions
-    that it calls; what else the file has may change. A folder may have no __init__.py.
+    An edited policy loss of the config's file is refused too, compiled or not; what else the file
+    has may change. A folder may have no __init__.py.
     """
     (tmp_path / "mine").mkdir()
     (tmp_path / "loose").mkdir()
     files = {
-        "mine/__init__.py": "from .units import ONE\n",
+        "mine/__init__.py": "from .units import ONE\n1\n",
         "mine/task.py": "import numpy\nfrom .units import ONE\ndef f():\n    import helper\n    1",
-        **dict.fromkeys(["mine/units.py", "unrelated.py"], "ONE = 1\n"),
+        "mine/units.py": "ONE = 1\n",
         "helper.py": "from dapo_jax.types import Verdict\nONE = 1\n",
-        "loose/task.py": "from loose import inner\nfrom loose.inner import ONE\n",
-        "loose/inner.py": "ONE = 1\n",
+        "loose/task.py": "ONE = 1\n",
         "gates.py": "def extra():\n    return 1\n",
-        "config.py": "import jax\nLAYERS = 2\n\ndef one():\n    return 1\n\n"
-        "@jax.jit\ndef of_config():\n    return one()\n",
+        "config.py": "import jax\nLAYERS = 2\n\n@jax.jit\ndef of_config():\n    return 1\n",
     }
     for name, text in files.items():
         (tmp_path / name).write_text(text)

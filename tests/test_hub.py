@@ -53,8 +53,8 @@ def served(tmp_path, monkeypatch):
         yield it
 
 
-def fetched(path: str, key: str = "model.path", *runs) -> pathlib.Path:
-    hub.fetch({key: path}, *runs)
+def fetched(path: str, key: str = "model.path") -> pathlib.Path:
+    hub.fetch({key: path})
     return pathlib.Path(hub.local(path))
 
 
@@ -154,22 +154,6 @@ def test_offline_the_cache_is_enough_and_what_it_lacks_is_said(served, monkeypat
             fetched(path, key)
         assert failures.explain(refused.value)[1] == 1
     assert not served.asked
-
-
-def test_a_run_stays_with_the_commits_that_it_began_with(served, tmp_path):
-    """After a push to `main` a resumed run would have gone on from another model, or been refused.
-
-    A start that was refused before it wrote its config binds nobody.
-    """
-    tiny = served.repos["model", "someone/tiny"]
-    first = tiny.branches["main"]
-    second = tiny.commit(MODEL | {"config.json": MODEL["config.json"] + b"\n"})
-    start = {"hub": {"someone/tiny": first}}
-    (tmp_path / "starts.jsonl").write_text(json.dumps(start) + "\n")
-    assert fetched("someone/tiny", "model.path", tmp_path).name == second
-    (tmp_path / "config.json").write_text("{}")
-    assert fetched("someone/tiny", "model.path", tmp_path).name == first
-    assert fetched("someone/tiny", "model.path", tmp_path, None, tmp_path / "fork").name == first
 
 
 def test_a_dry_run_reads_all_by_name_and_the_fingerprint_has_the_commits(served, tmp_path, capsys):

@@ -6,14 +6,11 @@ A fork (setup/start.py) has its parent's model, seed and training data; its code
 that of `evaluate`, `sample` and `convert` is what is there when they are given.
 """
 
-import ast
 import hashlib
 import importlib.util
 import inspect
-import itertools
 import json
 import pathlib
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,8 +28,6 @@ from sharding import hosts
 
 SHOWN_DIFFERENCES = 5
 WEIGHTS = ".safetensors"
-OURS = ("dapo_jax", "models", "sharding", "configs")  # packages whose state a commit says
-INSTALLED = ("site-packages", "dist-packages")
 CONFIG_MODULES = ("config_config", "__main__")  # what a config's file is, by ml_collections too
 
 
@@ -50,7 +45,7 @@ def of_run(config: ConfigDict, data) -> dict:
             for name, chosen in data.eval_sets.items()
         },
         "files": _of_small_files(config),
-        "code": of_code(config),
+        "modules": of_code(config),
         **hub.record(),
     }
     if weights := _weight_files(config):
@@ -60,7 +55,7 @@ def of_run(config: ConfigDict, data) -> dict:
     for process, (theirs, of_weights) in enumerate(everyone):
         found = list(differences(first, theirs, before="{} on process 0"))
         found += _data_differences(first["eval"], theirs["eval"])
-        found += _file_differences(first["code"], theirs["code"])
+        found += _file_differences(first["modules"], theirs["modules"])
         if found:
             raise ValueError(f"process {process} differs from process 0: {listed(found)}")
         if weights:
@@ -69,52 +64,21 @@ def of_run(config: ConfigDict, data) -> dict:
 
 
 def of_code(config: ConfigDict) -> dict[str, dict[str, str]]:
-    """Digests the files of custom modules, and of what these import, by key and file.
+    """Digests the files of custom modules, by key and name; what they import is not looked at.
 
-    Of the config's own file its functions count, but for get_config, whose keys may change. What
-    is imported of installed packages and of this project is left out, or by a computed name.
+    Of the config's own file the functions that it names count.
     """
     found: dict[str, dict[str, str]] = {}
     for key, module, function in _custom(config):
-        files = found.setdefault(key, {})
-        if module not in CONFIG_MODULES:
-            _add_module(module, files)
-            continue
-        function = inspect.unwrap(function)
-        file = inspect.getfile(function if hasattr(function, "__code__") else type(function))
-        kinds = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
-        _add(f"the functions of {pathlib.Path(file).name}", file, "", files, kinds)
+        if module in CONFIG_MODULES:
+            function = inspect.unwrap(function)
+            of = function if hasattr(function, "__code__") else type(function)
+            name, code = of.__name__, inspect.getsource(of).encode()
+        else:
+            name, spec = module, importlib.util.find_spec(module)
+            code = pathlib.Path(spec.origin).read_bytes() if spec and spec.has_location else b""
+        found.setdefault(key, {})[name] = hashlib.sha256(code).hexdigest()[:32]
     return found
-
-
-def _add_module(name: str, files: dict[str, str]) -> None:
-    """Adds what a module's name finds on the path; nothing is imported for it."""
-    package, path = name.rpartition(".")[0], name.replace(".", "/")
-    if path.split("/")[0] in (*OURS, *sys.stdlib_module_names):
-        return
-    ends = ("/__init__.py", ".py")
-    places = {pathlib.Path(place, path + end): end for place in sys.path for end in ends}
-    file = next((place for place in places if place.is_file()), None)
-    if file and set(INSTALLED).isdisjoint(file.parts):
-        _add(f"{path}.py", file, package if places[file] == ".py" else name, files)
-
-
-def _add(label: str, file, package: str, files: dict[str, str], kinds=ast.stmt) -> None:
-    """Adds the digest of a file's statements of some kinds, and of the modules they import."""
-    if label in files:
-        return
-    text = pathlib.Path(file).read_text(encoding="utf-8")
-    nodes = [node for node in ast.parse(text).body if isinstance(node, kinds)]
-    nodes = [node for node in nodes if getattr(node, "name", "") != "get_config"]
-    source = "\n".join(ast.get_source_segment(text, node) for node in nodes)
-    files[label] = hashlib.sha256(source.encode()).hexdigest()[:32]
-    for node in itertools.chain.from_iterable(map(ast.walk, nodes)):
-        names = [alias.name for alias in getattr(node, "names", []) if hasattr(alias, "name")]
-        if isinstance(node, ast.ImportFrom):
-            of = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
-            names = [of, *(f"{of}.{name}" for name in names)]
-        for name in names:
-            _add_module(name, files)
 
 
 def _custom(config: ConfigDict) -> Iterator[tuple[str, str, Any]]:
@@ -223,7 +187,7 @@ def require_same(theirs: dict, ours: dict, where: str, report: Callable[[str], N
     was, now = theirs.get("origin"), ours.get("origin")
     if now not in (None, was):
         found.append(f"--start is {now!r}, but it began {'from ' + was if was else 'without one'}")
-    code = list(_file_differences(theirs["code"], ours["code"]))
+    code = list(_file_differences(theirs.get("modules", {}), ours["modules"]))
     edited = [text for text in code if not text.startswith(MAY_CHANGE)]
     if found or edited:
         here = ours.get("hub", {})

@@ -165,7 +165,7 @@ def open_run(
     check(config, training=trains)
     _require_one_config(config)
     unread = {"training": (), "evaluation": ("data.",), "": ("data.", "eval.")}[reads]
-    hub.fetch(hub.paths(config, *unread), parent and parent.workdir, workdir)
+    hub.fetch(hub.paths(config, *unread))
     if until != "programs":
         compile_cache.enable(several=hosts.count() > 1)
     if until == "training":

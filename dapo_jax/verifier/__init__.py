@@ -55,14 +55,9 @@ def equal_answers(pairs: Sequence[tuple[str, str]], *, rules: str) -> list[bool]
 
     What grades responses also joins the votes of maj@k and the rows of one prompt.
     """
-    return [
-        verdict.correct
-        for verdict in verify_many(
-            [_BOX % one if rules == "strict_box" else _LINE % one for one, _ in pairs],
-            [other for _, other in pairs],
-            rules=rules,
-        )
-    ]
+    form = _BOX if rules == "strict_box" else _LINE
+    answers, others = [form % one for one, _ in pairs], [other for _, other in pairs]
+    return [verdict.correct for verdict in verify_many(answers, others, rules=rules)]
 
 
 def check_ground_truth(truth: str, *, rules: str) -> None:
