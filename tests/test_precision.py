@@ -266,5 +266,6 @@ def test_float32_is_float32_and_a_gpu_adds_up_in_one_order(monkeypatch, case):
     assert len(made) == len(sampler) + 3
     for jaxpr, options in made:
         dots = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "dot_general"]
-        assert {dot.params["precision"] for dot in dots} == {whole if is_float32 else None}
+        assert {dot.params["precision"] for dot in dots} <= {whole if is_float32 else None}
+        assert dots or not is_float32
         assert options.get("xla_gpu_deterministic_ops", False) == (platform == "gpu")
