@@ -5,6 +5,7 @@ The whole start of a run with each kind of changed input is in test_faults_input
 
 import json
 import linecache
+import sys
 import types
 from importlib.machinery import SourceFileLoader
 
@@ -131,6 +132,8 @@ def test_custom_code_belongs_to_a_run(tmp_path, monkeypatch, settings, edited, r
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
+    for name in ("mine", "loose"):  # of another case
+        monkeypatch.delitem(sys.modules, name, raising=False)
 
     def fingerprint_now():
         gates = SourceFileLoader("gates", str(tmp_path / "gates.py")).load_module()
