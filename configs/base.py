@@ -26,7 +26,8 @@ class Key:
     at_least, above, at_most: bounds of a number, which has to be finite in float32 too.
     kind: the type of a value whose default is None. open: the value that leaves it to the model
     and the data (dapo_jax/setup/auto_sizes.py). may_change: on resume; any other key would make it
-    another run. of_policy: it makes the policy, beside the weights, and stays in a fork.
+    another run. of_policy: it makes the policy, beside the weights, and stays in a fork. custom: a
+    name "module:function" of one's own is allowed too.
     """
 
     default: Any
@@ -39,6 +40,7 @@ class Key:
     open: Any = None
     may_change: bool = False
     of_policy: bool = False
+    custom: bool = False
 
     def allowed(self) -> tuple:
         """Returns the values that the key may have; () where any value is."""
@@ -61,8 +63,11 @@ class Key:
         """Says what the value must be; "" where it is allowed, as the default and None are."""
         if value is None or value == self.default:
             return ""
+        if self.custom and ":" in value:
+            return ""
         if (allowed := self.allowed()) and value not in allowed:
-            return f"but must be one of {', '.join(map(str, allowed))}"
+            more = ', or a "module:function"' if self.custom else ""
+            return f"but must be one of {', '.join(map(str, allowed))}{more}"
         if self.at_least is None and self.above is None:
             return ""
         over = value >= self.at_least if self.above is None else value > self.above
@@ -174,6 +179,9 @@ KEYS = {
     "tokenizer.chat": Key("none", "or \"template\": the tokenizer's chat template; \"auto\": where "
                           "there is one", choices=("none", "template", "auto"), open="auto",
                           of_policy=True),
+    "tokenizer.chat_args": Key({}, "arguments of the chat template, one a flag: "
+                               "--config.tokenizer.chat_args.enable_thinking=False",
+                               of_policy=True),
     "tokenizer.date": Key("", "the day, as 2026-11-27, of a chat template that writes one; \"\": "
                           "the run's first", open="", of_policy=True),
 
@@ -211,8 +219,9 @@ KEYS = {
         "and a run resumes at a multiple of checkpoint.every_steps only; 0: off", at_least=0),
 
     "algo.ratio": Key("token", "Eq. 8; or sequence, GSPO's", choices="dapo_jax.losses:RATIOS"),
-    "algo.policy_loss": Key("clip", "Eq. 8; or cispo, none, kl_cov",
-                            choices="dapo_jax.losses:POLICY_LOSSES"),
+    "algo.policy_loss": Key("clip", "Eq. 8; or cispo, none, kl_cov, a custom \"module:function\"",
+                            choices="dapo_jax.losses:POLICY_LOSSES", custom=True),
+    "algo.args": Key({}, "constants of a custom policy_loss: --config.algo.args.NAME=1"),
     "algo.advantage_scale": Key("group_std", "Eq. 9; or batch_std, token_whiten, none",
                                 choices="dapo_jax.losses:ADVANTAGES"),
     "algo.eps_low": Key(0.2, "Eq. 10", at_least=0),
@@ -286,6 +295,7 @@ KEYS = {
     "eval.temperature": Key(1.0, "of an evaluation's responses; 0: greedy", at_least=0,
                             may_change=True),
     "eval.top_p": Key(0.7, "of an evaluation's responses", above=0, at_most=1, may_change=True),
+    "eval.top_k": Key(0, "of an evaluation's responses; 0: off", at_least=0, may_change=True),
 
     "checkpoint.directory": Key("", "one that all hosts see, gs://...; \"\": WORKDIR/checkpoints",
                                 may_change=True),
@@ -305,7 +315,7 @@ KEYS = {
                                     may_change=True),
     "log.eval_responses": Key(True, "eval/<finished steps>.<set>.jsonl.gz", may_change=True),
     "log.writers": Key(("tensorboard",), "more places for the numbers: \"tensorboard\", \"wandb\", "
-                       "a custom \"module:Class\"", may_change=True),
+                       "\"trackio\", a custom \"module:Class\"", may_change=True),
 }
 # The keys of a data set: data.train, data.mixture.NAME (more training sets, mixed by weight) and
 # eval.sets.NAME.
@@ -319,6 +329,7 @@ DATASET = {
     "answer_field": Key("", "of a row; \"\": that of the kind"),
     "template": Key("", "dapo, boxed, none, or a text with {problem}; \"\": the task's own for "
                     "questions, none for chats"),
+    "system": Key("", "a system message before each of its prompts"),
     "rules": Key("", "those that grade it; \"\": verifier.rules",
                  choices="dapo_jax.verifier:RULES"),
     "levels": Key((1, 2, 3, 4), "of generated problems"),
@@ -334,6 +345,7 @@ DATASET = {
     "temperature": Key(None, "of an evaluation set; None: eval.temperature", at_least=0,
                        kind=float),
     "top_p": Key(None, "of an evaluation set; None: eval.top_p", above=0, at_most=1, kind=float),
+    "top_k": Key(None, "of an evaluation set; None: eval.top_k", at_least=0, kind=int),
 }
 # fmt: on
 # Beginnings of keys by their roles; an evaluation set is free, as the keys of eval are.
@@ -396,9 +408,9 @@ def key_of(name: str) -> Key | None:
 
 
 def leaves(config: ConfigDict, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (dotted key, value) of a config; the arguments of a task are one value."""
+    """Yields (dotted key, value) of a config; the arguments of a task, or a template, are one."""
     for name, value in config.items():
-        if isinstance(value, ConfigDict) and name != "args":
+        if isinstance(value, ConfigDict) and not name.endswith("args"):
             yield from leaves(value, f"{prefix}{name}.")
         else:
             yield prefix + name, value.to_dict() if isinstance(value, ConfigDict) else value
@@ -425,6 +437,7 @@ def eval_settings(config: ConfigDict) -> dict[str, dict]:
             k=e.samples_per_prompt,
             temperature=e.temperature,
             top_p=e.top_p,
+            top_k=e.top_k,
         )
         for name, settings in e.sets.items()
         if settings.k != 0

@@ -1,6 +1,6 @@
 """Evaluates a policy on sets of problems: mean@k, pass@k and maj@k.
 
-    python -m dapo_jax.evaluate --config=configs/tiny.py --workdir=DIR [--step=N]
+    python -m dapo_jax.evaluate --workdir=DIR [--step=N] [--config=configs/tiny.py]
     python -m dapo_jax.evaluate --model=MODEL --workdir=DIR --set=NAME:TASK:PATH \\
         [--k=32 --temperature=0.6 --top_p=0.95 --max_tokens=8192]
 
@@ -48,6 +48,7 @@ SHORT = {
     "k": ("eval.samples_per_prompt", "Responses a problem."),
     "temperature": ("eval.temperature", "0: greedy decoding."),
     "top_p": ("eval.top_p", "The share of the probability that is sampled from."),
+    "top_k": ("eval.top_k", "The likeliest tokens that are sampled from; 0: all."),
     "max_tokens": ("rollout.max_response_tokens", "Of a response, at most."),
 }
 
@@ -198,7 +199,7 @@ def settings_of(config: ConfigDict, *, of_model: bool = False) -> dict[str, dict
     }
     if of_model:
         common["model"] = config.model.path
-        common |= {f"tokenizer.{key}": value for key, value in config.tokenizer.items()}
+        common |= {f"tokenizer.{key}": value for key, value in config.tokenizer.to_dict().items()}
     filled = {name: settings | common for name, settings in eval_settings(config).items()}
     return json.loads(json.dumps(filled))  # tuples become lists, as they are read back
 
@@ -212,6 +213,19 @@ def chosen_config() -> ConfigDict:
         if given[name].value is not None:
             config.update_from_flattened_dict({key: given[name].value})
     return config
+
+
+def config_without_file(arguments: Sequence[str]) -> list[str]:
+    """Returns flags of the config where none names its file: the run's own, on these devices."""
+    values = flags.FlagValues()
+    for name in ("model", "workdir"):
+        flags.DEFINE_string(name, None, "", flag_values=values)
+    values(["", *arguments], known_only=True)
+    if values.model or not values.workdir:
+        return [f"--config={ANY_MODEL}"]
+    here = {"mesh.slices": 1, "mesh.data": -1, "mesh.model": 1, "model.kernels": "auto"}
+    file = pathlib.Path(values.workdir) / "config.json"
+    return [f"--config={file}", *(f"--config.{key}={value}" for key, value in here.items())]
 
 
 def given_sets() -> list[tuple[str, dict[str, str]]]:
@@ -302,18 +316,18 @@ def interval_line(name: str, scores: Mapping[str, float], settings: Mapping) -> 
     return (
         f"{name}: {mean} {scores[mean]:.1%} [{scores['interval/low']:.1%}, "
         f"{scores['interval/high']:.1%}] (95 %, over {scores['problems']} problems; temperature "
-        f"{settings['temperature']:g}, top-p {settings['top_p']:g})"
+        f"{settings['temperature']:g}, top-p {settings['top_p']:g}, top-k {settings['top_k']})"
     )
 
 
 if __name__ == "__main__":
     for flag, (key_, help_) in SHORT.items():
         define = flags.DEFINE_string if flag == "model" else flags.DEFINE_float
-        define = flags.DEFINE_integer if flag in ("k", "max_tokens") else define
+        define = flags.DEFINE_integer if flag in ("k", "top_k", "max_tokens") else define
         define(flag, None, f"{help_} Sets --config.{key_}.")
     flags.DEFINE_multi_string("set", [], "NAME:TASK:PATH of a set; TASK may be a kind of file.")
     if not any(re.match(r"--?config(=|$)", argument) for argument in sys.argv):
-        sys.argv.insert(1, f"--config={ANY_MODEL}")
+        sys.argv[1:1] = config_without_file(sys.argv[1:])
     config_flags.define_config(sets=given_sets)
     command.define_workdir()
     flags.DEFINE_integer(

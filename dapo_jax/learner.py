@@ -40,8 +40,13 @@ class TrainState:
     opt_state: Any
 
 
+def a_field(default):
+    """Declares a value of `Learning`; a dict, as algo.args is, counts in no hash."""
+    return dataclasses.field(default_factory=lambda: default, hash=not isinstance(default, dict))
+
+
 _KEYS = [
-    (name.rpartition(".")[2], type(key.default), key.default)
+    (name.rpartition(".")[2], type(key.default), a_field(key.default))
     for name, key in KEYS.items()
     if name.startswith(("algo.", "learner."))
 ]

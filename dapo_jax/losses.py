@@ -6,12 +6,16 @@
     algo.loss_aggregation  AGGREGATIONS  how a mini-batch's losses are averaged, in algorithm.py
 
 The first row of each is DAPO's (arXiv 2503.14476); configs/README.md has the index of the papers
-that take others. A custom loss is one more policy loss: a function of (compared, logp, token,
-learning) that returns each token's loss, before its weight, and its indicators. With algo.ratio =
-"token" it sees chunks of tokens, each by itself; with "sequence" whole rows [B, T], and so whole
-responses (`response_mean`), at the price of a second pass of the head. Axes as in
-dapo_jax.algorithm, and B packed rows (dapo_jax.packing).
+that take others. A custom loss is one more policy loss, which algo.policy_loss names as
+"module:function" (on PYTHONPATH, or in the working directory): a function of (compared, logp,
+token, learning) that returns each token's loss, before its weight, and its indicators.
+learning.args has the constants that algo.args gives it. With algo.ratio = "token" it sees chunks of
+tokens, each by itself; with "sequence" whole rows [B, T], and so whole responses (`response_mean`),
+at the price of a second pass of the head. Axes as in dapo_jax.algorithm, and B packed rows
+(dapo_jax.packing).
 """
+
+import importlib
 
 import jax
 import jax.numpy as jnp
@@ -105,6 +109,18 @@ def kl_cov(compared, logp, token: Batch, learning):
 
 
 POLICY_LOSSES = {"clip": clip, "cispo": cispo, "none": unbounded, "kl_cov": kl_cov}
+
+
+def policy_loss(name: str):
+    """Returns the policy loss of a name; ValueError for a custom one that cannot be imported."""
+    if ":" not in name:
+        return POLICY_LOSSES[name]
+    module, _, function = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        where = f"algo.policy_loss = {name!r}"
+        raise ValueError(f"{where}, which cannot be imported: {error}") from error
 
 
 def high_covariance(logp, advantage, mask, *, share: float) -> np.ndarray:
@@ -202,7 +218,7 @@ def token_loss(logp, token: Batch, learning):
     # Padding has arbitrary log-probabilities: nothing of it may reach the loss.
     logp = jnp.where(token.is_response_BT, logp, 0.0)
     compared = RATIOS[learning.ratio](logp, token, learning)
-    loss, held = POLICY_LOSSES[learning.policy_loss](compared, logp, token, learning)
+    loss, held = policy_loss(learning.policy_loss)(compared, logp, token, learning)
     if learning.tis_cap > 0 and learning.old_logprobs == "learner":
         weight, held["clip_fraction/tis"] = sampler_weight(token, cap=learning.tis_cap)
         loss *= weight

@@ -1,14 +1,15 @@
 """Samples responses of a policy to a question, or to questions typed in the terminal.
 
     python -m dapo_jax.sample --workdir=DIR [--step=N] [--prompt="What is 7 * 8?"]
-    python -m dapo_jax.sample --model=DIR [--chat] [--n=4] [--temperature=0] [--max_tokens=512]
+    python -m dapo_jax.sample --model=DIR [--nochat] [--n=4] [--temperature=0] [--max_tokens=512]
 
 The policy is a run's checkpoint (the newest, or that after N steps) or a Hugging Face directory.
 Without --prompt each typed line is a question of its own; an empty line, or the end of the input,
-ends the command. --chat puts a question into the tokenizer's chat template; without it, it is in
-the template that training put around its problems (--template).
+ends the command. A question is in the template that training put around its problems (--template),
+and in the tokenizer's chat template where training had it so, or where a model has one (--nochat).
 """
 
+import ast
 import pathlib
 import sys
 import time
@@ -81,8 +82,9 @@ def load(prompt: str | None, *, n: int) -> tuple[Run, str]:
         config.model.path = given.model
     r = config.rollout
     template = given.template or (trained_with(config) if workdir else "none")
-    if given.chat or config.tokenizer.chat == "auto":
+    if given.chat is not None:
         config.tokenizer.chat = "template" if given.chat else "none"
+    config.tokenizer.chat_args.update(ast.literal_eval(given.chat_args))
     r.max_response_tokens = given.max_tokens or r.max_response_tokens
     r.page_tokens = PAGE_TOKENS
     r.partial_rollout_steps = r.cache_mib = r.slot_tokens = 0
@@ -103,10 +105,11 @@ def load(prompt: str | None, *, n: int) -> tuple[Run, str]:
             auto_sizes.fit_lengths(config, max(1, tokens), most=TALK_TOKENS)
         auto_sizes.fit_cache(config, n)
 
-    how = {"fit": fit, "step": given.step, "may_differ": ("tokenizer.chat", "tokenizer.date")}
+    may_differ = ("tokenizer.chat", "tokenizer.date")  # chat_args among them
+    how = {"fit": fit, "step": given.step, "may_differ": may_differ}
     run = open_run(config, workdir, "policy", reads="", **how)
     where = f"{workdir} after {run.step} steps" if workdir else given.model
-    asks = "its chat template" if given.chat else f"--template={template!r}"
+    asks = f"--template={template!r}, chat {config.tokenizer.chat}"
     print(f"{where}, {asks}", file=sys.stderr)
     run.params = run.take_policy()
     return run, template
@@ -129,7 +132,7 @@ def main(_):
         sys.stdin.reconfigure(errors="replace")
     start = time.perf_counter()
     run, template = load(given.prompt, n=given.n)
-    how = {"temperature": given.temperature, "top_p": given.top_p}
+    how = {name: given[name].value for name in ("temperature", "top_p", "top_k")}
     sampling = components.sampling(
         run.config,
         run.tokenizer,
@@ -166,11 +169,13 @@ if __name__ == "__main__":
     flags.DEFINE_integer("step", None, "Of a run: finished steps of the checkpoint.")
     flags.DEFINE_string("model", None, "A Hugging Face directory, or ORG/NAME on its hub.")
     flags.DEFINE_string("prompt", None, "One question; without it, those that are typed.")
-    flags.DEFINE_bool("chat", False, "Put questions into the tokenizer's chat template.")
+    flags.DEFINE_bool("chat", None, "Put questions into the tokenizer's chat template, or do not.")
+    flags.DEFINE_string("chat_args", "{}", "Its arguments, as \"{'enable_thinking': False}\".")
     flags.DEFINE_string("template", None, "dapo, boxed, none, or a text with {problem}.")
     flags.DEFINE_integer("n", 1, "Responses to each prompt.", lower_bound=1)
     flags.DEFINE_float("temperature", None, "0: greedy. Default: the run's, or 1.", lower_bound=0)
     flags.DEFINE_float("top_p", None, "Default: the run's, or 1.", lower_bound=1e-6, upper_bound=1)
+    flags.DEFINE_integer("top_k", None, "Default: the run's, or 0, which is off.", lower_bound=0)
     flags.DEFINE_integer("max_tokens", None, "Of a response, at most.", lower_bound=1)
     seeds = {"lower_bound": 0, "upper_bound": 2**32 - 1}
     flags.DEFINE_integer("seed", 0, "Another one, other random numbers.", **seeds)

@@ -1,8 +1,11 @@
-"""GSPO (arXiv 2507.18071) as a policy loss added from outside: one importance ratio a response."""
+"""GSPO (arXiv 2507.18071) as a policy loss from outside: algo.policy_loss = "gspo:gspo".
+
+One importance ratio a response.
+"""
 
 import jax.numpy as jnp
 
-from dapo_jax.losses import POLICY_LOSSES, response_mean
+from dapo_jax.losses import response_mean
 
 
 def gspo(compared, logp_BT, token, learning):
@@ -18,6 +21,3 @@ def gspo(compared, logp_BT, token, learning):
         "clip_fraction/high": (token.advantage_BT > 0) & (ratio_BT > high),
         "clip_fraction/low": (token.advantage_BT < 0) & (ratio_BT < low),
     }
-
-
-POLICY_LOSSES["gspo"] = gspo

@@ -118,6 +118,9 @@ def test_a_wrong_key_or_value_is_refused_with_the_nearest_key_of_any_section(fla
         ("c.log.writers = 'wandb'", ["log.writers = 'wandb', but must be of type tuple"]),
         ("c.data.train = base.dataset(tsak='')", ["a data set has no tsak"]),
         ("return None", ["get_config returns nothing"]),
+        ("c.seed = 1 / 0", ["mine.py, line 4: division by zero"]),
+        ("import no_such_module", ["mine.py, line 4: No module named 'no_such_module'"]),
+        ("c.seed = = 1", ["mine.py, line 4: invalid syntax"]),
     ],
 )
 def test_all_wrong_keys_and_types_of_a_file_are_named(tmp_path, lines, refusals):

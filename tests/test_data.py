@@ -395,6 +395,20 @@ def test_an_answer_that_the_prompt_has_already_is_a_bad_row(tmp_path):
             MathProblems(path=source).load()
 
 
+def test_a_system_message_comes_before_each_prompt(tmp_path, byte_tokenizer):
+    how = {"max_prompt_tokens": 99, "system": "Be brief."}
+    source = write_lines(tmp_path / "d.jsonl", [{"prompt": "x?", "answer": "1"}])
+    (prompt,), _ = load_prompts(source, byte_tokenizer, template="none", **how)
+    turns = [("system", "Be brief."), ("user", "x?")]
+    assert [(it["role"], it["content"]) for it in prompt.example.prompt] == turns
+    rows = [{"prompt": [{"role": "system", "content": ""}, MESSAGE], "answer": "1"}]
+    write_lines(tmp_path / "d.jsonl", rows)
+    with pytest.raises(
+        DataError, match=r"data\.train\.system = 'Be brief.', but d.jsonl, row 1 has"
+    ):
+        load_prompts(source, byte_tokenizer, **how)
+
+
 def test_max_prompts_keeps_the_first_usable_ones(tmp_path, byte_tokenizer):
     rows = [{"prompt": "x" * length, "answer": "1"} for length in (3, 9, 40, 50)]
     source = write_lines(tmp_path / "d.jsonl", rows)

@@ -22,8 +22,9 @@ def run(main):
     command.parse_flags(sys.argv)
     print(main.__globals__["chosen_config"]().to_json_best_effort().replace("\\n", ""))
 command.run, common = run, set(flags.FLAGS)
-for given in json.loads(sys.argv[1]):
-    sys.argv = ["evaluate", *given, "--workdir=out"]
+commands, workdir = json.loads(sys.argv[1]), sys.argv[2]
+for given in commands:
+    sys.argv = ["evaluate", *given, f"--workdir={workdir}"]
     try:
         runpy.run_module("dapo_jax.evaluate", run_name="__main__")
     except (ValueError, SystemExit) as error:
@@ -33,18 +34,24 @@ for given in json.loads(sys.argv[1]):
 """
 
 
-def test_the_commands_own_flags_are_keys_of_its_config():
+def test_the_commands_own_flags_are_keys_of_its_config(tmp_path):
     """It defines them where it is run: here several times in one process."""
     given = (
         *("--model=DIR --k=4 --temperature=0.5 --max_tokens=7",),
         *("--config=configs/tiny.py --set=a:csv:b.csv --set=g:gsm8k:c --config.seed=3",),
         # A key of a set that --set names.
         *("--model=DIR --set=g:arithmetic: --config.eval.sets.g.max_prompts=3",),
-        *("--model=DIR --set=a:csv:b.csv --set=a:json:c.json", "--set=a:csv:b.csv"),
+        *("--model=DIR --set=a:csv:b.csv --set=a:json:c.json",),
+        # The run's own config, on the devices that are here.
+        "--set=a:csv:b.csv --config.eval.top_k=20",
     )
-    printed = ran("-c", PROGRAM, json.dumps([it.split() for it in given])).stdout
-    *configs, second, without = map(json.loads, printed.splitlines())
-    model, run, named = map(ConfigDict, configs)
+    of_run = base.get_config()
+    of_run.mesh.slices, of_run.eval.top_p, of_run.tokenizer.chat_args = 4, 0.3, {"effort": "low"}
+    (tmp_path / "config.json").write_text(of_run.to_json_best_effort())
+    commands = json.dumps([it.split() for it in given])
+    printed = ran("-c", PROGRAM, commands, str(tmp_path)).stdout
+    *configs, second, own = map(json.loads, printed.splitlines())
+    model, run, named, own = map(ConfigDict, (*configs, own))
     assert (model.model.path, model.model.family) == ("DIR", "")  # any_model's
     assert (model.eval.samples_per_prompt, model.eval.temperature) == (4, 0.5)
     assert (model.rollout.max_response_tokens, model.eval.top_p) == (7, 0.95)
@@ -52,7 +59,9 @@ def test_the_commands_own_flags_are_keys_of_its_config():
     assert (run.eval.sets.a.kind, run.eval.sets.a.path, run.seed) == ("csv", "b.csv", 3)
     assert (named.eval.sets.g.task, named.eval.sets.g.max_prompts) == ("arithmetic", 3)
     assert "a second set 'a'" in second
-    assert "give --config=FILE, the config of the run" in without
+    assert (own.mesh.slices, own.eval.top_p, own.eval.top_k) == (1, 0.3, 20)
+    assert "a" in own.eval.sets
+    assert own.tokenizer.chat_args.effort == "low"
 
 
 @pytest.mark.parametrize(

@@ -303,11 +303,7 @@ def test_flags_change_known_sets_and_add_others_in_the_same_way(monkeypatch):
         ("eval.sets.math-500.k=1", "eval.sets.math-500: .* a name of letters, digits and _"),
         ("eval.sets.500.k=1", "eval.sets.500: .* a name of letters, digits and _"),
         ("eval.sets.arithmatic.count=3", r"the config has no such set \(Did you mean arithmetic\?"),
-        (
-            "eval.sets.new.args.numbers=4",
-            r"give all of them: --config\.eval\.sets\.new\.args=\"{'numbers': VALUE, ",
-        ),
-        ("data.train.args.numbers=4", r"give all of them: --config\.data\.train\.args="),
+        ("data.trian.args.numbers=4", r"no key 'data.trian.args.numbers'.*data\.train\.args\?"),
         ("data.mixture.a-b.path=x.csv", r"data.mixture.a-b: .* a name of letters"),
         ("data.mixture.more.weight=2", "data.mixture.more: the config has no such set; a new"),
     ],
@@ -317,6 +313,16 @@ def test_a_flag_of_a_set_that_cannot_be_is_refused(monkeypatch, flag, message):
     with pytest.raises((flags.Error, AttributeError, KeyError)) as refused:
         parsed(monkeypatch, *path, f"--config.{flag}")
     assert re.search(message, config_flags.error_line(refused.value))
+
+
+def test_an_argument_may_have_a_flag_of_its_own(monkeypatch):
+    arguments = ["data.train.args.near=0.5", "eval.sets.new.path=a.csv", "eval.sets.new.args.k=4"]
+    arguments += ["tokenizer.chat_args.enable_thinking=False", "tokenizer.chat_args.effort=low"]
+    config = parsed(monkeypatch, *(f"--config.{it}" for it in arguments))
+    assert config.data.train.args.to_dict() == {"near": 0.5}
+    assert config.eval.sets.new.args.to_dict() == {"k": 4}
+    chosen = {"enable_thinking": False, "effort": "low"}
+    assert dict(base.leaves(config))["tokenizer.chat_args"] == chosen
 
 
 def test_what_a_set_gives_its_own_task_may_be_nested(monkeypatch):

@@ -386,6 +386,23 @@ def test_what_the_template_begins_of_an_answer(bpe_folder, tmp_path, changed, op
     assert load(bpe_folder, chat="none").opening == ""
 
 
+def test_the_templates_arguments_are_given_to_it(bpe_folder, tmp_path, caplog):
+    """Qwen3 could be neither trained nor evaluated without thinking."""
+    closed = "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+    folder = copy_of(bpe_folder, tmp_path, chat_template=CHATML + closed)
+    library = AutoTokenizer.from_pretrained(folder)
+    for args in ({}, {"enable_thinking": True}, {"enable_thinking": False}):
+        tokenizer = load(folder, chat="template", chat_args=args)
+        how = {"add_generation_prompt": True, "return_dict": False} | args
+        assert tokenizer.encode_chat(user("hi")) == library.apply_chat_template(user("hi"), **how)
+        assert tokenizer.opening == (
+            "<think></think>" if args.get("enable_thinking") is False else ""
+        )
+    assert not caplog.messages
+    load(folder, chat="template", chat_args={"thinking": False})
+    assert "tokenizer.chat_args has thinking, which no template reads" in caplog.text
+
+
 def test_a_template_writes_the_day_that_is_set(bpe_folder, tmp_path):
     """A run that was resumed after midnight went on with other prompts."""
     dated = "{% if strftime_now is defined %}{{ strftime_now( '%d %b %Y' ) }}{% endif %}" + CHATML

@@ -89,13 +89,12 @@ def _custom(config: ConfigDict) -> Iterator[tuple[str, str, Any]]:
     yield from ((key, name.partition(":")[0], None) for key, name in named if ":" in name)
     if config.model.family not in families.BUILT_IN:
         yield "model.family", config.model.family, None
-    tables = {
-        "policy_loss": losses.POLICY_LOSSES,
-        "ratio": losses.RATIOS,
-        "advantage_scale": losses.ADVANTAGES,
+    chosen = {
+        "policy_loss": losses.policy_loss(config.algo.policy_loss),
+        "ratio": losses.RATIOS[config.algo.ratio],
+        "advantage_scale": losses.ADVANTAGES[config.algo.advantage_scale],
     }
-    for name, table in tables.items():
-        function = table[config.algo[name]]
+    for name, function in chosen.items():
         function = getattr(function, "func", function)  # of a partial
         module = getattr(function, "__module__", None) or ""
         if not module.startswith(("dapo_jax.", "models.")):

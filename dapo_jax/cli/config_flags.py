@@ -4,19 +4,24 @@ A key that the config lacks is refused with the nearest name, or the one that it
 """
 
 import difflib
+import functools
+import json
 import pathlib
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
+from ml_collections.config_dict import placeholder
 from ml_collections.config_flags.config_flags import ConfigFileFlagParser
 
 from configs import base
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 KEY_FLAG = re.compile(r"--?(?:no)?config\.([^=\[]+)")
+ARGUMENT = re.compile(r"(.+args)\.(\w+)")  # of a task or a chat template
 SET_KEY = re.compile(r"((?:eval\.sets|data\.mixture)\.[^.]+)\.")
 NEEDED = ("path", "kind", "task")  # what a new set has one of
 HELP = ("--help", "-help", "-h", "--helpfull", "--helpshort")
@@ -152,9 +157,12 @@ class ConfigParser(ConfigFileFlagParser):
         if not pathlib.Path(file).is_file():
             raise ValueError(f"there is no config {file!r}")
         try:
-            config = super().parse(path)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{file}: {error_line(error)}") from None
+            if file.endswith(".json"):  # a run's, with all that it chose
+                config = current(json.loads(pathlib.Path(file).read_text()))
+            else:
+                config = super().parse(path)
+        except (Exception, SystemExit) as error:
+            raise ValueError(f"{_place(error, file)}: {error_line(error)}") from None
         if config is None:
             raise ValueError(f"{file}: get_config returns nothing; end it with `return config`")
         config, wrong = _on_defaults(config)
@@ -177,6 +185,11 @@ class ConfigParser(ConfigFileFlagParser):
                     "a task, and a name of letters, digits and _"
                 )
             sets[name] = base.dataset()
+        known = set(keys(config))
+        for match in filter(None, map(ARGUMENT.fullmatch, given)):
+            if match[1] in known and match[0] not in known:
+                of = functools.reduce(ConfigDict.__getitem__, match[1].split("."), config)
+                of[match[2]] = placeholder(object)
         complete(config)
         if unknown := unknown_keys(config, argv):
             raise ValueError(numbered(unknown))
@@ -235,18 +248,20 @@ def unknown_keys(config: ConfigDict, arguments: Sequence[str]) -> list[str]:
     for argument in arguments:
         match = KEY_FLAG.match(argument)
         if match and match[1] not in known:
-            section, args, name = match[1].partition(".args.")
-            if args and f"{section}.args" in known:
-                given = f"--config.{section}.args=\"{{'{name}': VALUE, ...}}\""
-                text = f"{argument}: the config has no such argument; give all of them: {given}"
-            else:
-                near = hint(match[1], known, "--config.")
-                text = f"the config has no key {match[1]!r} ({argument}){near}"
-            refusals.append(text)
+            near = hint(match[1], known, "--config.")
+            refusals.append(f"the config has no key {match[1]!r} ({argument}){near}")
     return refusals
 
 
-def error_line(error: Exception) -> str:
+def _place(error: BaseException, file: str) -> str:
+    """Returns the file, and the last line of it that an error of reading it came through."""
+    frames, name = traceback.extract_tb(error.__traceback__), pathlib.Path(file).resolve()
+    lines = [it.lineno for it in frames if pathlib.Path(it.filename).resolve() == name]
+    lines += [error.lineno] if isinstance(error, SyntaxError) else []
+    return f"{file}, line {lines[-1]}" if lines else file
+
+
+def error_line(error: BaseException) -> str:
     """Returns an exception of the flag libraries in one line."""
     while error.args and isinstance(error.args[0], Exception):
         error = error.args[0]

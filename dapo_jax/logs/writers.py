@@ -1,6 +1,7 @@
 """More places for a run's numbers: `log.writers`.
 
-A writer is a class with the methods of `Writer`, named "tensorboard", "wandb" or "module:Class".
+A writer is a class with the methods of `Writer`, named "tensorboard", "wandb", "trackio" or
+"module:Class".
 One that fails is left out for the rest of the run, which says so once: the numbers are in
 metrics.jsonl anyway.
 """
@@ -16,7 +17,10 @@ from typing import Any, Protocol
 from dapo_jax.cli.failures import brief
 from dapo_jax.logs.files import atomic_file
 
-WANDB = "wandb>=0.19,<1"  # its init has resume="allow" by a run's own id, offline too
+INSTALL = {  # their init has resume="allow" by a run's own id or name, offline too
+    "wandb": "wandb>=0.19,<1",
+    "trackio": "trackio>=0.43,<1",
+}
 
 
 class Writer(Protocol):
@@ -90,38 +94,63 @@ class WandB:
     def __init__(self, config: dict, workdir: pathlib.Path, resume_step: int | None):
         import wandb
 
-        file = workdir / "wandb_id.txt"
-        if not file.exists():
-            with atomic_file(file) as opened:
-                opened.write(secrets.token_hex(4).encode())
-        settings = {"id": file.read_text().strip(), "resume": "allow", "allow_val_change": True}
+        settings = {"id": own_id(workdir), "resume": "allow", "allow_val_change": True}
         self._table = wandb.Table
         self._run = wandb.init(config=config, dir=str(workdir), name=workdir.name, **settings)
         self._run.define_metric("*", step_metric="step")  # its own may not go back, as ours do
 
     def step(self, row: Mapping[str, Any]) -> None:
-        self._run.log(dict(row))
+        self._log({key: value for key, value in row.items() if key != "step"}, row["step"])
 
     def evaluation(self, finished_steps: int, scores: Mapping[str, float]) -> None:
-        self._run.log({**scores, "step": finished_steps})
+        self._log(scores, finished_steps)
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         columns = list(rows[0])
         data = [[row.get(column) for column in columns] for row in rows]
-        self._run.log({"samples": self._table(columns=columns, data=data), "step": step})
+        self._log({"samples": self._table(columns=columns, data=data)}, step)
+
+    def _log(self, values: Mapping[str, Any], step: int) -> None:
+        self._run.log({**values, "step": step})
 
     def close(self) -> None:
         self._run.finish()
 
 
-BUILT_IN = {"tensorboard": TensorBoard, "wandb": WandB}
+class Trackio(WandB):
+    """Trackio, in its project dapo_jax. A resumed run goes on in the same one there, by its name.
+
+    TRACKIO_SPACE_ID and its other variables hold.
+    """
+
+    def __init__(self, config: dict, workdir: pathlib.Path, resume_step: int | None):
+        import trackio
+
+        self._table, name = trackio.Table, f"{workdir.name}-{own_id(workdir)}"
+        self._run = trackio.init("dapo_jax", name, config=config, resume="allow", embed=False)
+
+    def _log(self, values: Mapping[str, Any], step: int) -> None:
+        self._run.log(dict(values), step=step)
+
+
+def own_id(workdir: pathlib.Path) -> str:
+    """Returns the run's id in other services, which the first of its writers makes."""
+    file = workdir / "wandb_id.txt"
+    if not file.exists():
+        with atomic_file(file) as opened:
+            opened.write(secrets.token_hex(4).encode())
+    return file.read_text().strip()
+
+
+BUILT_IN = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}
 
 
 def find(name: str) -> Callable[..., Writer]:
     """Returns a writer's class; ValueError where log.writers names none, or it is not installed."""
     setting = f"log.writers has {name!r}"
-    if name == "wandb" and importlib.util.find_spec(name) is None:
-        raise ValueError(f'{setting}, but that package is not installed: pip install "{WANDB}"')
+    if name in INSTALL and importlib.util.find_spec(name) is None:
+        package = INSTALL[name]
+        raise ValueError(f'{setting}, but that package is not installed: pip install "{package}"')
     if name in BUILT_IN:
         return BUILT_IN[name]
     module, colon, attribute = name.partition(":")

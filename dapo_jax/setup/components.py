@@ -172,7 +172,7 @@ def tokenizer(config: ConfigDict) -> Tokenizer:
         raise FileNotFoundError(f"{name} = {path!r}: there is no such directory")
     of = config.tokenizer
     how = {"stop_tokens": of.stop_tokens or None, "chat": of.chat, "date": of.date}
-    loaded = load_tokenizer(path, **how)
+    loaded = load_tokenizer(path, **how, chat_args=of.chat_args.to_dict())
     of.chat, of.date = loaded.chat, loaded.date
     return loaded
 
@@ -258,7 +258,7 @@ def eval_streams(config: ConfigDict, tokenizer: Tokenizer) -> list[Stream]:
     return [
         Stream(
             jax.random.fold_in(stream, zlib.crc32(name.encode())),
-            sampling(config, tokenizer, temperature=of["temperature"], top_p=of["top_p"], top_k=0),
+            sampling(config, tokenizer, **{it: of[it] for it in ("temperature", "top_p", "top_k")}),
         )
         for name, of in eval_settings(config).items()
     ]
@@ -332,8 +332,10 @@ def lora_of(config: ConfigDict) -> Lora | None:
 def learning(config: ConfigDict, vocab_size: int, kernels: Kernels) -> learner.Learning:
     """Returns the constants of the config's updates."""
     c, r = config.learner, config.rollout
+    keys = {**c, **config.algo, "args": config.algo.args.to_dict()}
+    keys["lora_targets"] = tuple(c.lora_targets)  # a list where it is JSON's
     return learner.Learning(
-        **{**c, **config.algo, "lora_targets": tuple(c.lora_targets)},  # a list where it is JSON's
+        **keys,
         compute_dtype=config.model.compute_dtype,
         temperature=r.temperature,
         max_response_tokens=r.max_response_tokens,

@@ -20,7 +20,7 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from configs.base import leaves
-from dapo_jax import hub
+from dapo_jax import hub, losses
 from dapo_jax.checkpoints import fingerprint
 from dapo_jax.checkpoints.progress import Progress
 from dapo_jax.checkpoints.snapshots import Snapshots
@@ -226,6 +226,8 @@ def check(config: ConfigDict, *, training: bool = True) -> None:
     looks = [lambda: checks.check(config)]
     if training:
         looks += [functools.partial(writers.find, name) for name in config.log.writers]
+        if ":" in config.algo.policy_loss:
+            looks.append(lambda: losses.policy_loss(config.algo.policy_loss))
     if config.model.family and pathlib.Path(config.model.path or "/nowhere").is_dir():
         looks.append(lambda: components.model_sizes(config))
     checks.together(*looks)

@@ -41,6 +41,7 @@ def load_dataset(
     task = make_task(key, settings)
     try:
         examples, report = load_examples(task, settings["task"] or key)
+        examples = [with_system(example, settings["system"]) for example in examples]
         prompts, overlong = tokenize(examples, tokenizer, key, max_prompt_tokens=max_prompt_tokens)
         notes = report.notes
         if 0 < (most := settings["max_prompts"]) < len(prompts):
@@ -68,6 +69,18 @@ def load_dataset(
         raise type(error)(f"{key}{'.' if named else ': '}{error}") from error
     grade = functools.partial(graded, task=task, tokenizer=tokenizer)
     return Dataset(prompts, grade, report, getattr(task, "same", by_text))
+
+
+def with_system(example: Example, text: str) -> Example:
+    """Puts a system message before a prompt; DataError where it has one."""
+    if not text:
+        return example
+    if any(message["role"] == "system" for message in example.prompt):
+        where = f"{example.source}, row {example.row}"
+        raise DataError(f"system = {text!r:.80}, but {where} has a system message; leave it empty")
+    return dataclasses.replace(
+        example, prompt=({"role": "system", "content": text}, *example.prompt)
+    )
 
 
 def tokenize(

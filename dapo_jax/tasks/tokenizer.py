@@ -14,6 +14,7 @@ import pathlib
 import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import sentencepiece
 from etils import epath
@@ -46,9 +47,15 @@ class HuggingFaceTokenizer:
     """
 
     def __init__(
-        self, folder: epath.Path, *, stop_tokens: Sequence[str] | None, chat: str, date: str = ""
+        self,
+        folder: epath.Path,
+        *,
+        stop_tokens: Sequence[str] | None,
+        chat: str,
+        date: str = "",
+        chat_args: Mapping[str, Any] | None = None,
     ):
-        self._folder = folder
+        self._folder, self._chat_args = folder, chat_args or {}
         with _of_library(folder, "has a tokenizer that cannot be read"), _local(folder) as files:
             self._tokenizer = _transformers().AutoTokenizer.from_pretrained(
                 files, local_files_only=True, trust_remote_code=False
@@ -61,6 +68,9 @@ class HuggingFaceTokenizer:
                 template = self._tokenizer.get_chat_template()
             self._tokenizer.chat_template = _on_day(template, date)
             self.date = date if self._tokenizer.chat_template != template else ""
+            for name in self._chat_args:
+                if not re.search(rf"\b{re.escape(name)}\b", template):
+                    logging.warning("tokenizer.chat_args has %s, which no template reads", name)
             self.opening = self._opening()
         ids = self._tokenizer.get_vocab()
         self.vocab_size = 1 + max(ids.values())
@@ -80,6 +90,7 @@ class HuggingFaceTokenizer:
         """Renders a conversation by the template; "" where it takes no such conversation."""
         messages = [{"role": ROLES[i % 2], "content": text} for i, text in enumerate(texts)]
         try:
+            how = {**self._chat_args, **how}
             return self._tokenizer.apply_chat_template(messages, tokenize=False, **how)
         except Exception:
             return ""
@@ -112,10 +123,14 @@ class HuggingFaceTokenizer:
             return self._encode(plain_text(messages), add_special_tokens=True)
         roles = [message["role"] for message in messages]
         begun = roles[-1:] == ["assistant"]  # an answer's first words, to go on from
-        how = {"add_generation_prompt": not begun, "continue_final_message": begun}
+        how = {**self._chat_args, "add_generation_prompt": not begun}
         with _of_library(self._folder, f"has no prompt for roles {roles} by its template"):
             return self._tokenizer.apply_chat_template(
-                list(messages), tokenize=True, return_dict=False, **how
+                list(messages),
+                tokenize=True,
+                return_dict=False,
+                continue_final_message=begun,
+                **how,
             )
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -162,7 +177,12 @@ def begun_answer(messages: Sequence[Message], tokenizer: Tokenizer) -> str:
 
 
 def load_tokenizer(
-    path: PathLike, *, stop_tokens: Sequence[str] | None, chat: str, date: str = ""
+    path: PathLike,
+    *,
+    stop_tokens: Sequence[str] | None,
+    chat: str,
+    date: str = "",
+    chat_args: Mapping[str, Any] | None = None,
 ) -> Tokenizer:
     """Reads a tokenizer from a Hugging Face directory or a sentencepiece model.
 
@@ -177,6 +197,7 @@ def load_tokenizer(
         token, with what the tokenizer puts around a text, such as Llama 3's <|begin_of_text|>);
         "auto": the first where there is a template.
     date: the day, as 2026-11-27, of a template that writes one; "": today.
+    chat_args: more arguments of the template, as enable_thinking is of Qwen3's.
 
     Raises FileNotFoundError for missing files and ValueError for files, stop tokens or templates
     that do not fit; both name the setting to change.
@@ -184,7 +205,8 @@ def load_tokenizer(
     path = epath.Path(path)
     there = [name for name in FILES[:-1] if (path / name).exists()] if path.is_dir() else []
     if there not in ([], ["tokenizer.model"]):
-        return HuggingFaceTokenizer(path, stop_tokens=stop_tokens, chat=chat, date=date)
+        how = {"stop_tokens": stop_tokens, "chat": chat, "date": date, "chat_args": chat_args}
+        return HuggingFaceTokenizer(path, **how)
     model_file = path / "tokenizer.model" if there else path
     if model_file.suffix != ".model" or not model_file.exists():
         raise FileNotFoundError(
