@@ -522,3 +522,22 @@ def test_the_kl_term_is_zero_at_the_start_policy_and_has_the_plain_gradient_else
     logp, reference_logp = (plain_logp(p, data)[0] for p in (params, reference))
     kl = np.exp(reference_logp - logp) - (reference_logp - logp) - 1
     np.testing.assert_allclose(metrics["kl"], kl.mean(), rtol=1e-4)
+
+
+@pytest.mark.parametrize("by", ["learner", "sampler"])
+def test_old_logprobs_of_earlier_policies_tokens_are_as_chosen(params, data, by):
+    """By the learner's choice too, partial rollouts' tokens kept the sampler's, in silence."""
+    learning = dataclasses.replace(LEARNING, old_logprobs=by)
+    mesh = make_mesh(data=1, model=1, devices=jax.devices()[:1])
+    how = {"graph": graph(), "mesh": mesh, "learning": learning}
+    old = jit(functools.partial(learner.old_logprobs, **how))
+    batch = batch_of(data)
+    stale = dataclasses.replace(batch, is_on_policy_BT=np.zeros_like(batch.is_on_policy_BT))
+    fresh_MBT, stale_MBT = (np.asarray(old(params, None, it)) for it in (batch, stale))
+    own = batch.is_response_BT
+    np.testing.assert_allclose(
+        np.sort(fresh_MBT[own]), np.sort(plain_logp(params, data)[0]), atol=1e-5
+    )
+    expected = fresh_MBT if by == "learner" else batch.behavior_logp_BT
+    np.testing.assert_array_equal(stale_MBT[own], expected[own])
+    assert np.abs(fresh_MBT - batch.behavior_logp_BT)[own].max() > 0.1

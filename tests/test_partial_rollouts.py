@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import types
 
 import jax
 import numpy as np
@@ -155,6 +156,16 @@ def test_a_response_that_loses_its_slot_keeps_its_tokens_and_those_of_others_sta
         np.testing.assert_array_equal(responses[name].tokens_T[:n], it.tokens_T)
         np.testing.assert_array_equal(responses[name].behavior_logp_T[:n], it.behavior_logp_T)
         assert responses[name].ends == it.ends
+
+
+@pytest.mark.parametrize(("tokens", "limit", "kept"), [(0, 9, 0), (7, 9, 4), (8, 9, 8), (8, 8, 4)])
+def test_whole_blocks_of_a_partial_response_are_kept(tokens, limit, kept):
+    """Parts of a block would be decoded at other places than in an uninterrupted run."""
+    session = object.__new__(Session)
+    cache = types.SimpleNamespace(block_tokens=4)
+    session._engine = types.SimpleNamespace(cache=cache)
+    response = Response(np.zeros(tokens, np.int32), np.zeros(tokens, np.float32), stopped=False)
+    assert session._whole_blocks(response, limit) == kept
 
 
 def test_a_fork_takes_over_only_what_its_own_config_could_have_sampled():

@@ -24,6 +24,7 @@ from dapo_jax.types import Batch, Group, Prompt, Response
 from models.kernels import splash_tpu
 from models.lora import MATRICES, Lora, init_adapters
 from models.parameters import param_axes
+from models.precision import rounded
 from models.qwen2 import PRESETS, Qwen2Config
 from models.transformer import abstract_params
 from sharding import hosts, rules
@@ -137,6 +138,13 @@ def check(sizes, batch, *, mesh=(1, 1, 1), micro_batches=1, lora=None) -> None:
         often = np.bincount(batch.tokens_BT.ravel()).argmax()
         row = errors(found["embed_VD"][often], expected["embed_VD"][often])
         assert max(row.values()) < ROUNDING, row
+
+
+def test_biases_and_scales_are_rounded_once_and_their_gradients_are_not():
+    value = jnp.float32(1 + 2**-7 + 2**-9)
+    assert rounded(value, jnp.bfloat16) == jnp.float32(1 + 2**-7)
+    assert rounded(value, jnp.float32) == value
+    assert jax.grad(lambda v: 3.001 * rounded(v, jnp.bfloat16))(value) == jnp.float32(3.001)
 
 
 def test_every_gradient_in_bfloat16_is_float32s_to_rounding():

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import shutil
+import types
 
 import jax
 import numpy as np
@@ -23,7 +24,7 @@ from dapo_jax.setup import components, dry_run
 from dapo_jax.setup.start import Parent, is_finished
 from dapo_jax.tasks.math_problems import MathTask
 from dapo_jax.tasks.tokenizer import load_tokenizer
-from dapo_jax.types import Group, Response, Verdict
+from dapo_jax.types import Batch, Group, Response, Verdict
 from models.hf import load_params
 from models.hf_config import load_config
 
@@ -332,6 +333,34 @@ def test_spellings_of_one_answer_vote_together():
     same = MathTask(rules="math_verify").same
     assert not evaluate.majority_is_correct([*right[:2], *roots], same)
     assert evaluate.majority_is_correct([*right[:2], *roots])
+
+
+def test_the_learners_old_logprobs_are_those_before_the_first_update(monkeypatch):
+    """The pass was left out, for the losses that need it too, and no test saw it."""
+    batches = [Batch(**dict.fromkeys(Batch.row_fields(), name), num_micro=1) for name in "ab"]
+    monkeypatch.setattr(train.learner, "minibatch", lambda *_: batches.pop(0))
+    seen = []
+
+    def update(state, start_weights, batch, rate):
+        seen.append((batch.tokens_BT, batch.old_logp_BT))
+        return state + 1, {}
+
+    rollouts = types.SimpleNamespace(kept=np.arange(2), sampled=[None, None])
+    run = types.SimpleNamespace(
+        config=small_config(),
+        programs=types.SimpleNamespace(learning=None, mesh=None),
+        record=types.SimpleNamespace(display=types.SimpleNamespace(phase=lambda text: None)),
+        start_weights=None,
+        update=update,
+        old_logprobs=lambda params, start_weights, batch: f"{batch.tokens_BT} by {params}",
+    )
+    run.config.rollout.num_prompts, run.config.updates_per_step = 2, 2
+
+    class State(int):
+        params = property(lambda self: f"policy {int(self)}")
+
+    train.update(run, State(0), rollouts, np.zeros((2, 1)), 0.1)
+    assert seen == [("a", "a by policy 0"), ("b", "b by policy 0")]
 
 
 def test_minibatches_cover_the_kept_groups_once():
