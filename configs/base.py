@@ -144,6 +144,7 @@ LOSS_PRESETS = {
     },
     # fengyao.notion.site/off-policy-rl, with its C = 2
     "tis": {
+        "algo.old_logprobs": "learner",
         "algo.tis_cap": 2.0,
         "rollout.partial_rollout_steps": 1,
     },
@@ -235,9 +236,8 @@ KEYS = {
     "algo.old_logprobs": Key("sampler", "whose log-probabilities Eq. 8's ratio is to; or learner: "
                              "a forward pass more, the first ratio is 1",
                              choices=("sampler", "learner")),
-    "algo.tis_cap": Key(0.0, "cap on the weight of learner to sampler: of all tokens with "
-                        "old_logprobs = learner, else of partial rollouts' instead of policy_loss; "
-                        "0.0: none", at_least=0),
+    "algo.tis_cap": Key(0.0, "cap on a token's weight of learner to sampler, where old_logprobs = "
+                        "learner; 0.0: no weight", at_least=0),
     "algo.dynamic_sampling": Key(True, "Eq. 11"),
     "algo.filter_groups": Key("correctness", "Eq. 11's; or \"reward\": lengths pass groups too",
                               choices="dapo_jax.algorithm:FILTERS"),

@@ -149,16 +149,6 @@ def sampler_weight(token: Batch, *, cap: float):
     return jnp.minimum(ratio, cap), ratio > cap
 
 
-def truncated(logp, token: Batch, *, cap: float):
-    """Weighs log pi by min(r, cap), r to the policy that sampled the token: (loss, whether capped).
-
-    `sampler_weight` where nobody computed pi_old: the current policy is in its place.
-    """
-    ratio = importance_ratio(logp, token.behavior_logp_BT)
-    weight = jax.lax.stop_gradient(jnp.minimum(ratio, cap))
-    return -weight * token.advantage_BT * logp, ratio > cap
-
-
 # Advantages: reward_PG, length_PG of the groups that a step trains on -> [P, G]; NumPy.
 
 
@@ -209,25 +199,18 @@ def token_loss(logp, token: Batch, learning):
     """Computes each token's share of the mini-batch's loss, by the config's choices.
 
     Returns (loss, indicators): name -> a value for each token, such as whether a clip holds it, of
-    which the metrics have the mean over the response tokens. With learning.tis_cap all tokens
-    have their `sampler_weight`, or, where the old log-probabilities are the sampler's, those that
-    are not on-policy are `truncated` instead; with learning.kl_coef GRPO's KL term is added. The
-    weights were normalised over the whole mini-batch, so the sums of all micro-batches and devices
-    add up to the true loss (Eq. 12).
+    which the metrics have the mean over the response tokens. With learning.tis_cap tokens have
+    their `sampler_weight`; with learning.kl_coef GRPO's KL term is added. The weights were
+    normalised over the whole mini-batch, so the sums of all micro-batches and devices add up to the
+    true loss (Eq. 12).
     """
     # Padding has arbitrary log-probabilities: nothing of it may reach the loss.
     logp = jnp.where(token.is_response_BT, logp, 0.0)
     compared = RATIOS[learning.ratio](logp, token, learning)
     loss, held = policy_loss(learning.policy_loss)(compared, logp, token, learning)
-    if learning.tis_cap > 0 and learning.old_logprobs == "learner":
+    if learning.tis_cap > 0:
         weight, held["clip_fraction/tis"] = sampler_weight(token, cap=learning.tis_cap)
         loss *= weight
-    elif learning.tis_cap > 0:
-        stale = token.is_response_BT & ~token.is_on_policy_BT
-        stale_loss, capped = truncated(logp, token, cap=learning.tis_cap)
-        loss = jnp.where(stale, stale_loss, loss)
-        held = {name: value & ~stale for name, value in held.items()}
-        held["clip_fraction/tis"] = capped & stale
     kl = jnp.zeros_like(logp)
     if token.reference_logp_BT is not None:
         kl = kl_k3(logp, jnp.where(token.is_response_BT, token.reference_logp_BT, 0.0))

@@ -131,22 +131,12 @@ def test_kl_cov_penalises_the_marked_tokens_alone_by_hand():
     assert places(held) == {}
 
 
-def test_tokens_of_earlier_policies_weigh_their_ratio_so_much_at_most():
-    """The clip would leave those far from 1 no gradient; on-policy tokens keep the clip."""
-    ratio, advantage = [0.5, 1.5, 8.0] * 3, [2.0] * 3 + [-2.0] * 3 + [2.0] * 3
-    on_policy = np.array([[False] * 6 + [True] * 3])
-    logp, token = token_of(ratio, advantage, on_policy=on_policy)
-    _, slope_T, held = loss_and_slope(logp, token, learning_of("tis"))
-    np.testing.assert_allclose(slope_T, [-1, -3, -4, 1, 3, 4, -1, 0, 0], rtol=1e-5)
-    assert places(held) == {"tis": [2, 5], "high": [7, 8], "low": [], "dual": []}
-
-
 def test_by_the_learners_old_logprobs_a_token_weighs_learner_over_sampler():
     """Hand-computed: r = 1.1 to the learner, which has e^0.5 and e of the sampler's probability."""
     logp, token = token_of([1.1, 1.1, 1.1], [1.0, -2.0, 1.0])
     behavior_BT = token.old_logp_BT - np.array([[0.5, 0.5, 1.0]], np.float32)
     token = dataclasses.replace(token, behavior_logp_BT=behavior_BT)
-    learning = learning_of(old_logprobs="learner", tis_cap=2.0)
+    learning = learning_of("tis")
     loss_T, slope_T, held = loss_and_slope(logp, token, learning)
     weight_T = np.array([np.exp(0.5), np.exp(0.5), 2.0])
     np.testing.assert_allclose(loss_T, -weight_T * 1.1 * np.array([1, -2, 1]), rtol=1e-5)
@@ -284,7 +274,6 @@ def slopes_by_hand(preset: str) -> list[np.ndarray]:
         n, A, r = LENGTHS[i], ADVANTAGE_PG.flat[i], np.exp(log_ratio[i])
         in_prompt = sum(LENGTHS[4 * (i // 4) : 4 * (i // 4) + 4])
         s = np.exp(log_ratio[i].mean())
-        stale = n > 9  # it began in an earlier step
         return {
             "dr_grpo": lambda: clipped(r, A, 0.8, 1.2) / (R * MAX_TOKENS),
             "gspo": lambda: np.full(n, clipped(s, A, 1 - 3e-4, 1 + 4e-4) / (R * n)),
@@ -292,7 +281,7 @@ def slopes_by_hand(preset: str) -> list[np.ndarray]:
             "reinforce_pp": lambda: clipped(r, A, 0.8, 1.2) / (R * n),
             "scalerl": lambda: -np.minimum(r, 5) * A / (2 * in_prompt),
             "kl_cov": lambda: (-r * A + marked[i] * np.sign(log_ratio[i])) / N,
-            "tis": lambda: np.where(stale, -np.minimum(r, 2) * A, clipped(r, A, 0.8, 1.28, 10)) / N,
+            "tis": lambda: clipped(r, A, 0.8, 1.28, 10) / N,  # pi_old is the sampler's here
         }[preset]()
 
     return [of_response(i) for i in range(R)]
@@ -312,7 +301,7 @@ def test_a_preset_has_its_papers_gradient_in_every_layout(preset, layout):
 @pytest.mark.parametrize(
     ("preset", "changes", "message"),
     [
-        ("", {"tis_cap": 2.0}, r"tis_cap = 2\.0 .*partial_rollout_steps = 0; set that to 1"),
+        ("", {"tis_cap": 2.0}, r"tis_cap = 2\.0 .*old_logprobs = 'sampler'; set that to"),
         ("tis", {"ratio": "sequence"}, r"tis_cap = 2\.0 is for single tokens.*'sequence'"),
         ("", {"eps_low": 1.0}, r"algo\.eps_low = 1\.0, but .*'cispo'"),
         ("", {"policy_loss": "cisp"}, r"'cisp', but must be one of clip, cispo, none, kl_cov"),

@@ -85,10 +85,9 @@ def _of_algorithm(config: ConfigDict) -> Conditions:
         "'cispo' may do without, with 1.0)",
     )
     yield (
-        a.tis_cap == 0 or r.partial_rollout_steps > 0 or a.old_logprobs == "learner",
-        f"algo.tis_cap = {a.tis_cap} is for partial rollouts, but "
-        "rollout.partial_rollout_steps = 0; set that to 1 or more, algo.old_logprobs to 'learner', "
-        "which gives all tokens a weight, or algo.tis_cap to 0",
+        a.tis_cap == 0 or a.old_logprobs == "learner",
+        f"algo.tis_cap = {a.tis_cap} weighs the learner's old log-probabilities, but "
+        f"algo.old_logprobs = {a.old_logprobs!r}; set that to 'learner'",
     )
     yield (
         a.tis_cap == 0 or a.ratio == "token",
@@ -173,18 +172,13 @@ def check_divides(config: ConfigDict, mesh: jax.sharding.Mesh) -> None:
         )
 
 
-def generation_batch(config: ConfigDict) -> tuple[str, int]:
-    """(the key of rollout, its value): the number of prompts that a step begins with."""
-    size = "generation_prompts" if config.algo.dynamic_sampling else "num_prompts"
-    return size, config.rollout[size]
-
-
 def check_enough_prompts(config: ConfigDict, key: str, prompts: int, share: float) -> None:
     """Refuses a training set with fewer prompts than one generation batch takes (ValueError).
 
     key: the set's. share: the part of the prompts that are of this set.
     """
-    size, taken = generation_batch(config)
+    size = "generation_prompts" if config.algo.dynamic_sampling else "num_prompts"
+    taken = config.rollout[size]
     if prompts < int(share * taken):
         part = "" if share == 1 else f"its part, {share:.1%}, of "
         raise ValueError(
