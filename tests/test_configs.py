@@ -7,6 +7,7 @@ import re
 
 import jax
 import pytest
+from processes import ROOT
 
 from configs import base
 from dapo_jax.setup import checks, components, start
@@ -159,3 +160,21 @@ def test_the_32b_config_builds_its_model_shardings_and_cache_without_devices():
         components.programs(config, vocab_size=151_665)
     config.rollout.cache_mib = math.ceil(float(re.search(r"; (\d+) does", str(refused.value))[1]))
     components.programs(config, vocab_size=151_665)
+
+
+def test_every_key_beside_the_peers_names_exists():
+    """A row of configs/README.md named a key that was gone."""
+    text = (ROOT / "configs" / "README.md").read_text(encoding="utf-8")
+    table = text.split("|verl|TRL|here|\n|---|---|---|\n")[1].split("\n\n")[0]
+    known = {*base.KEYS, *(f"data.train.{name}" for name in base.DATASET)}
+    known |= {f"eval.sets.NAME.{name}" for name in base.DATASET}
+    named = []
+    for row in table.split("\n"):
+        _, _, _, here, _ = row.split("|")
+        names = [name.partition("=") for name in re.findall(r"`([\w.]+=?\w*)`", here)]
+        named += [(name, value) for name, _, value in names if "." in name or name in base.KEYS]
+    assert len(named) > 50
+    assert [name for name, _ in named if name not in known] == []
+    for name, value in named:
+        key = base.key_of(name)
+        assert not value or not key.allowed() or value in key.allowed(), (name, value)
