@@ -1,6 +1,7 @@
 """Exports a run's policy as a Hugging Face directory, or casts such a directory.
 
     python -m dapo_jax.convert --from=run:WORKDIR [--step=N] --to=hf:DIR [--dtype=bfloat16]
+    python -m dapo_jax.convert --from=run:WORKDIR --to=peft:DIR            # LoRA's factors alone
     python -m dapo_jax.convert --from=hf:ORG/NAME --to=hf:DIR [--dtype=float32|bfloat16|float16]
 
 A run is a training run's --workdir. A directory may be in a bucket (gs://). The tokenizer's files
@@ -24,7 +25,7 @@ from dapo_jax.logs.alarms import require_finite
 from dapo_jax.setup import policy
 from dapo_jax.setup.start import open_run
 from dapo_jax.tasks import tokenizer
-from models import families, hf
+from models import families, hf, peft
 from models.hf_config import CONFIG_FILE, load_config, read_config
 
 PARTIAL = ".partial"  # of what is being written
@@ -38,12 +39,15 @@ def convert(
     """Reads the model at `source`, writes it at `target` in `dtype`; returns a one-line summary.
 
     source: "hf:DIR", or "run:WORKDIR", of which `step` (None: the newest) is the checkpoint.
-    target: "hf:DIR". trust_code: whether a module that the run names may be imported.
+    target: "hf:DIR", or "peft:DIR" for a run's LoRA factors alone. trust_code: whether a module
+    that the run names may be imported.
     """
-    _, to_path = _place("to", target, ("hf",))
+    to_kind, to_path = _place("to", target, ("hf", "peft"))
     from_kind, from_path = _place("from", source, ("hf", "run"))
     if step is not None and from_kind != "run":
         raise ValueError(f"--step is {step}, but --from is {source!r}: only a run has steps")
+    if (from_kind, to_kind) == ("hf", "peft"):
+        raise ValueError(f"--to is {target!r}, but --from is {source!r}: only a run has factors")
     if to_path.exists() and (
         not to_path.is_dir() or {p.name for p in to_path.iterdir()} - {PARTIAL}
     ):
@@ -61,6 +65,14 @@ def convert(
         how = {"reads": "", "fit": lambda run: None, "step": step}
         run = open_run(run_config, workdir, "policy", **how)
         config, learning = run.programs.sizes, run.programs.learning
+        if to_kind == "peft":
+            if not learning.lora:
+                raise ValueError(f"--to is {target!r}, but {source} has learner.lora_rank = 0")
+            require_finite(run.params, f"--from={source}")
+            with _complete(to_path) as folder:
+                how = {"base": run_config.model.path, "dtype": dtype}
+                peft.save_peft(run.params, config, learning.lora, folder, **how)
+            return f"{source} -> {target}: LoRA of rank {learning.lora.rank} in {dtype}"
         if learning.lora:
             run.params = learner.policy_weights(run.params, run.start_weights, learning)
             run.start_weights = None
@@ -139,7 +151,7 @@ def main(_):
 
 if __name__ == "__main__":
     flags.DEFINE_string("from", None, "What to read: hf:DIR or run:DIR.", required=True)
-    flags.DEFINE_string("to", None, "What to write: hf:DIR.", required=True)
+    flags.DEFINE_string("to", None, "What to write: hf:DIR or peft:DIR.", required=True)
     flags.DEFINE_enum("dtype", "float32", hf.DTYPES, "The written arrays' type.")
     flags.DEFINE_integer("step", None, "Of a run: finished steps of the checkpoint.")
     flags.DEFINE_string("family", "qwen2", "The model's family, as config.model.family has it.")

@@ -15,8 +15,6 @@ at the price of a second pass of the head. Axes as in dapo_jax.algorithm, and B 
 (dapo_jax.packing).
 """
 
-import importlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,6 +29,7 @@ from dapo_jax.algorithm import (
     kl_k3,
     token_policy_loss,
 )
+from dapo_jax.outside import imported
 from dapo_jax.types import Batch
 
 
@@ -113,14 +112,7 @@ POLICY_LOSSES = {"clip": clip, "cispo": cispo, "none": unbounded, "kl_cov": kl_c
 
 def policy_loss(name: str):
     """Returns the policy loss of a name; ValueError for a custom one that cannot be imported."""
-    if ":" not in name:
-        return POLICY_LOSSES[name]
-    module, _, function = name.partition(":")
-    try:
-        return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        where = f"algo.policy_loss = {name!r}"
-        raise ValueError(f"{where}, which cannot be imported: {error}") from error
+    return imported(f"algo.policy_loss = {name!r}", name) if ":" in name else POLICY_LOSSES[name]
 
 
 def high_covariance(logp, advantage, mask, *, share: float) -> np.ndarray:

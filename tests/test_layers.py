@@ -23,13 +23,14 @@ FLOORS = (
     ("models", "dapo_jax.tasks", "dapo_jax.packing"),
     ("dapo_jax.verifier",),
     ("sharding", "configs", "dapo_jax.types", "dapo_jax.printable", "dapo_jax.algorithm"),
+    ("dapo_jax.outside",),
 )
 PACKAGES = ("dapo_jax", "models", "sharding", "configs", "experiments")
 FLOOR_OF = {room: len(FLOORS) - i for i, rooms in enumerate(FLOORS) for room in rooms}
 # Rooms without devices, and those parts of others that are.
 HOST_ROOMS = (
     *("dapo_jax.tasks", "dapo_jax.packing", "dapo_jax.types", "dapo_jax.verifier"),
-    "dapo_jax.printable",
+    *("dapo_jax.printable", "dapo_jax.outside"),
     *("dapo_jax.sampler.cache", "dapo_jax.sampler.scheduler"),
     *("dapo_jax.logs.metrics", "dapo_jax.logs.files", "dapo_jax.logs.display", "dapo_jax.report"),
     "dapo_jax.preflight.chips",

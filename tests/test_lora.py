@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 from flax import nnx
 from quick import jit
 
@@ -218,6 +219,29 @@ def test_a_run_is_exported_with_its_factors_added(run, tmp_path):
         a, b = adapters["layers"][a], adapters["layers"][b]
         expected = by_hand(start["layers"][w], a, b, 2.0)
         np.testing.assert_allclose(exported["layers"][w], expected, atol=1e-5)
+
+
+def test_a_runs_factors_are_exported_as_peft_names_them(run, tmp_path):
+    """PEFT multiplies by lora_A [R, in], then by lora_B [out, R], and by lora_alpha / r."""
+    config, programs, adapters, _ = run
+    convert.convert(f"run:{tmp_path / 'run'}", f"peft:{tmp_path / 'peft'}", dtype="float32")
+    content = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert content["base_model_name_or_path"] == config.model.path
+    assert (content["r"], content["lora_alpha"], content["peft_type"]) == (3, 6.0, "LORA")
+    assert content["target_modules"] == sorted(f"{target}_proj" for target in MATRICES)
+    tensors = safetensors.numpy.load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    assert len(tensors) == 2 * len(MATRICES) * programs.sizes.num_layers
+    start = hf.load_params(config.model.path, programs.sizes, dtype="float32")["layers"]
+    layer = programs.sizes.num_layers - 1
+    for target, block in (("q", "self_attn"), ("o", "self_attn"), ("down", "mlp")):
+        name = f"base_model.model.model.layers.{layer}.{block}.{target}_proj"
+        A, B = (tensors[f"{name}.lora_{factor}.weight"] for factor in "AB")
+        w, a, b = factors(target)
+        summed = by_hand(start[w], adapters["layers"][a], adapters["layers"][b], 2.0)[layer]
+        merged = start[w][layer].reshape(len(A.T), -1).T + 2.0 * B @ A
+        np.testing.assert_allclose(merged.T, summed.reshape(len(A.T), -1), atol=1e-5)
+    with pytest.raises(ValueError, match="only a run has factors"):
+        convert.convert(f"hf:{config.model.path}", f"peft:{tmp_path / 'x'}", dtype="float32")
 
 
 @pytest.mark.parametrize("changed", ["model.safetensors", "config.json"])

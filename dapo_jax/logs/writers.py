@@ -6,7 +6,6 @@ One that fails is left out for the rest of the run, which says so once: the numb
 metrics.jsonl anyway.
 """
 
-import importlib
 import importlib.util
 import json
 import pathlib
@@ -16,6 +15,7 @@ from typing import Any, Protocol
 
 from dapo_jax.cli.failures import brief
 from dapo_jax.logs.files import atomic_file
+from dapo_jax.outside import imported
 
 INSTALL = {  # their init has resume="allow" by a run's own id or name, offline too
     "wandb": "wandb>=0.19,<1",
@@ -153,17 +153,9 @@ def find(name: str) -> Callable[..., Writer]:
         raise ValueError(f'{setting}, but that package is not installed: pip install "{package}"')
     if name in BUILT_IN:
         return BUILT_IN[name]
-    module, colon, attribute = name.partition(":")
-    if not colon:
+    if ":" not in name:
         raise ValueError(f'{setting}; give one of {", ".join(BUILT_IN)}, or "module:Class"')
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{setting}, which cannot be imported: {error}") from error
-    missing = [each for each in ("step", "evaluation", "close") if not hasattr(found, each)]
-    if missing:
-        raise ValueError(f"{setting}, which has no method {', '.join(missing)}")
-    return found
+    return imported(setting, name, ("step", "evaluation", "close"))
 
 
 class Writers:

@@ -10,7 +10,6 @@ imported from the working directory or PYTHONPATH.
 """
 
 import difflib
-import importlib
 import inspect
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
+from dapo_jax.outside import imported
 from dapo_jax.tasks.readers import DataError, DataReport
 from dapo_jax.tasks.tokenizer import Tokenizer, begun_answer
 from dapo_jax.types import Example, Group, Verdict
@@ -61,7 +61,13 @@ def make_task(key: str, settings: Mapping) -> Task:
     """
     name = settings["task"] or ("arithmetic" if settings["kind"] == "arithmetic" else "math")
     where = f"{key}.task = {name!r}"
-    task_class = _task_class(where, BUILT_IN.get(name, name))
+    path = BUILT_IN.get(name, name)
+    if ":" not in path:
+        near = difflib.get_close_matches(name, BUILT_IN, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        known = f'Built in are {", ".join(BUILT_IN)}; a custom one is named "module:Class".'
+        raise DataError(f"{where}: there is no such task.{hint} {known}")
+    task_class = imported(where, path, ("load", "grade"))
     signature = inspect.signature(task_class)
     for field in ("path", "prompt_field", "answer_field", "template"):
         if settings[field] and field not in signature.parameters:
@@ -76,31 +82,6 @@ def make_task(key: str, settings: Mapping) -> Task:
     except TypeError as error:
         raise DataError(f"{where}: {error} ({key}.args); it takes {signature}") from error
     return task_class(**arguments)
-
-
-def _task_class(setting: str, name: str) -> type:
-    """Imports "module:Class"; DataError with the setting where there is none."""
-    known = f'Built in are {", ".join(BUILT_IN)}; a custom one is named "module:Class".'
-    module_name, _, class_name = name.partition(":")
-    if not class_name:
-        near = difflib.get_close_matches(name, BUILT_IN, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise DataError(f"{setting}: there is no such task.{hint} {known}")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module is there, and imports one that is not
-        raise DataError(
-            f"{setting}: there is no module {error.name!r} in the working directory or on "
-            f"PYTHONPATH. {known}"
-        ) from error
-    task_class = getattr(module, class_name, None)
-    if not all(callable(getattr(task_class, method, None)) for method in ("load", "grade")):
-        raise DataError(
-            f"{setting}: {module.__file__} has no class {class_name} with methods load and grade"
-        )
-    return task_class
 
 
 def load_examples(task: Task, name: str) -> tuple[list[Example], DataReport]:
