@@ -85,13 +85,13 @@ def load_params(path, config: ModelConfig, *, dtype, shardings=None) -> dict[str
     return jax.tree_util.tree_map_with_path(load, abstract, shardings)
 
 
-def check_files(path, config: ModelConfig) -> None:
+def check_files(path, config: ModelConfig, *, needed: bool = False) -> None:
     """Checks the tensors of a directory by their files' headers, before anything is made of sizes.
 
-    A directory without weights will do for a simulation. Raises as `load_params` does.
+    needed: a directory without weights will do for a simulation alone. Raises as `load_params`.
     """
     path = epath.Path(path)
-    if (path / WEIGHTS_FILE).exists() or (path / INDEX_FILE).exists():
+    if needed or (path / WEIGHTS_FILE).exists() or (path / INDEX_FILE).exists():
         _check(path, _headers(path), config)
 
 

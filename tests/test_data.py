@@ -358,6 +358,18 @@ def test_each_row_is_in_the_report(tmp_path, byte_tokenizer):
     ]
 
 
+@pytest.mark.parametrize(
+    ("times", "said"), [([32, 32], "each prompt is there 32 times"), ([3, 2], "")]
+)
+def test_repeated_prompts_are_counted(tmp_path, times, said):
+    """verl's AIME file has each problem 32 times, for mean@32; here that was mean@1, in silence."""
+    rows = [{"prompt": f"{i}?", "answer": "1"} for i, n in enumerate(times) for _ in range(n)]
+    source = str(write_lines(tmp_path / "d.jsonl", rows))
+    examples, report = MathProblems(path=source).load()
+    assert len(examples) == 2
+    assert "".join(report.notes).startswith(said) and bool(report.notes) == bool(said)
+
+
 def test_two_spellings_of_an_answer_are_no_conflict(tmp_path):
     """A problem that stood twice, with 1/2 and with 0.5, was dropped."""
     rows = [{"prompt": "x?", "answer": answer} for answer in ("1/2", "0.5", r"\frac{2}{4}")]

@@ -185,6 +185,11 @@ def test_a_dry_run_checks_and_tells_the_next_step_and_writes_nothing(finished, t
         with pytest.raises(ValueError, match=message):
             lines(finished, **settings)
     assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before
+    config, base = small_config(), tmp_path / "base"
+    shutil.copytree(config.model.path, base, ignore=shutil.ignore_patterns("*.safetensors"))
+    config.model.path = str(base)
+    with pytest.raises(FileNotFoundError, match="model.safetensors"):
+        dry_run.dry_run(config, tmp_path / "new", None)
 
 
 def test_a_finished_run_says_so_before_anything_is_loaded(finished, tmp_path, capsys, monkeypatch):

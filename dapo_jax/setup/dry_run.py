@@ -11,12 +11,13 @@ from collections.abc import Iterator
 import jax
 from ml_collections import ConfigDict
 
-from dapo_jax import learner
+from dapo_jax import hub, learner
 from dapo_jax.checkpoints import fingerprint
 from dapo_jax.printable import printable, shortened
 from dapo_jax.setup import checks, components
 from dapo_jax.setup.start import Parent, open_run, parents_checkpoints
 from dapo_jax.tasks.tokenizer import Tokenizer
+from models import hf
 from sharding import hosts
 
 MIB = 2**20
@@ -30,6 +31,8 @@ def dry_run(config: ConfigDict, workdir: pathlib.Path, parent: Parent | None) ->
     """
     say = print if hosts.is_main_host() else lambda line: None
     run = open_run(config, workdir, "programs", parent=parent)
+    if config.model.path:
+        hf.check_files(hub.local(config.model.path), run.programs.sizes, needed=True)
     say("\n".join([*run.lines(), *example_lines(run.data, run.tokenizer)]))
     ours = fingerprint.of_run(config, run.data) | {"origin": run.parent and str(run.parent)}
     there, step, require = run.checkpoints, run.step, fingerprint.require_parent

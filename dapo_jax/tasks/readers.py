@@ -220,6 +220,9 @@ class Rows:
             )
         kept = [example for key, example in self._first.items() if key not in self._conflicts]
         conflicting_rows = sum(self._occurrences[key] for key in self._conflicts)
+        times, repeated = {*self._occurrences.values()}, ()
+        if len(times) == 1 and (n := max(times)) > 1:
+            repeated = (f"each prompt is there {n} times: in an evaluation, k is for that",)
         return kept, DataReport(
             name=self._name,
             rows=self._row_count,
@@ -229,6 +232,7 @@ class Rows:
             conflicting_rows=conflicting_rows,
             bad_rows=self._bad_rows,
             bad_row_notes=tuple(f"{self._name}, {note}" for note in notes),
+            notes=repeated,
         )
 
 
