@@ -190,6 +190,21 @@ def test_start_weights_are_counted_while_sampling(setting):
     assert updating.parts["batch"] == 7 and updating.total == state + start_weights + 7 + 5
 
 
+def test_the_pass_of_old_logprobs_is_compiled_and_counted(monkeypatch):
+    """With algo.old_logprobs = learner a program that runs in each step was in no memory."""
+    config = base.get_config()
+    config.update_from_flattened_dict({"model.preset": "tiny", "algo.old_logprobs": "learner"})
+    vocab_size = components.model_sizes(config).vocab_size
+    built = components.programs(config, vocab_size, devices=jax.devices()[:1])
+    monkeypatch.setattr(type(built), "lower_update", lambda *_: None)
+    monkeypatch.setattr(type(built), "lower_old_logprobs", lambda _, row_tokens: row_tokens)
+    monkeypatch.setattr(type(built.engine), "lower", lambda *_: {})
+    assert compiling.lowered_programs(built)["old_logprobs"] == config.learner.row_tokens
+    params = device_bytes(built.state.params)
+    (phase,) = examine.memory_phases(built, {"old_logprobs": Program(params + 7, 5)})
+    assert phase.parts["batch"] == 7 and phase.total == device_bytes(built.state) + 7 + 5
+
+
 def test_a_path_and_a_preset_must_be_of_one_size(tmp_path):
     config = base.get_config()
     config.model.path = str(ROOT / "experiments/tiny_base/checkpoint")

@@ -188,7 +188,7 @@ def test_a_dry_run_checks_and_tells_the_next_step_and_writes_nothing(finished, t
     config, base = small_config(), tmp_path / "base"
     shutil.copytree(config.model.path, base, ignore=shutil.ignore_patterns("*.safetensors"))
     config.model.path = str(base)
-    with pytest.raises(FileNotFoundError, match="model.safetensors"):
+    with pytest.raises(FileNotFoundError, match=r"model\.safetensors"):
         dry_run.dry_run(config, tmp_path / "new", None)
 
 

@@ -24,6 +24,7 @@ from ml_collections import ConfigDict
 from dapo_jax import learner
 from dapo_jax.cli import compile_cache
 from dapo_jax.logs import files
+from dapo_jax.losses import takes_old_logp
 from dapo_jax.preflight.chips import chip_of
 from dapo_jax.setup import components
 
@@ -101,7 +102,10 @@ def lowered_programs(built: components.Programs) -> dict[str, jax.stages.Lowered
         sampler = built.engine.lower(sampling, *(stream.sampling for stream in streams))
     by_size = sorted(sampler.items(), key=lambda item: item[0][2:])
     programs |= {kind: lowered for (kind, *_), lowered in by_size}
-    return programs | {"update": built.lower_update(learner.row_lengths(built.learning)[-1])}
+    row_tokens = learner.row_lengths(built.learning)[-1]
+    if takes_old_logp(built.learning):
+        programs["old_logprobs"] = built.lower_old_logprobs(row_tokens)
+    return programs | {"update": built.lower_update(row_tokens)}
 
 
 def compiled_programs(

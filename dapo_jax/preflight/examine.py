@@ -16,7 +16,7 @@ from dapo_jax.preflight.compile import (
     without_weights,
 )
 from dapo_jax.setup import auto_sizes, components
-from dapo_jax.setup.dry_run import memory
+from dapo_jax.setup.dry_run import device_bytes, memory
 from dapo_jax.setup.start import open_run
 from models.parameters import ModelConfig
 from models.transformer import abstract_params
@@ -63,7 +63,7 @@ class Findings:
     @property
     def advice(self) -> str:
         """The setting to change where it does not fit, or hardly."""
-        if self.fullest.name == "update":
+        if self.fullest.name in ("update", "old_logprobs"):
             return (
                 "lower learner.micro_batch_rows, learner.row_tokens or learner.row_lengths, set "
                 "learner.remat to offload, or raise mesh.model: the update needs the most"
@@ -161,8 +161,10 @@ def memory_phases(built: components.Programs, programs: dict[str, Program]) -> l
     resharding = {name: size for name, size in sampling.items() if name != cache} | kept
     phases = []
     for name, program in programs.items():
-        if name == "update":
-            parts = held | {"batch": program.arguments - sum(held.values())} | kept
+        if name in ("update", "old_logprobs"):
+            given = built.state if name == "update" else built.state.params
+            batch = program.arguments - device_bytes((given, built.start_weights))
+            parts = held | {"batch": batch} | kept
         else:
             parts = resharding if name == "reshard" else sampling
         phases.append(Phase(name, parts | {"temporaries": program.temporaries}))

@@ -67,16 +67,15 @@ class Programs:
         """The update, compiled: what does not fit shows before anything is sampled."""
         return self._for_all_rows(self.lower_update)
 
+    def lower_old_logprobs(self, row_tokens: int) -> jax.stages.Lowered:
+        """The learner's own old log-probabilities of such a batch, ready to compile."""
+        batch = learner.abstract_batch(self.learning, row_tokens, self.mesh)
+        return self.old_logprobs.lower(self.state.params, self.start_weights, batch)
+
     def compile_old_logprobs(self) -> Callable | None:
         """The learner's own old log-probabilities, compiled; None where the loss takes none."""
-        if not takes_old_logp(self.learning):
-            return None
-
-        def lower(row_tokens: int) -> jax.stages.Lowered:
-            batch = learner.abstract_batch(self.learning, row_tokens, self.mesh)
-            return self.old_logprobs.lower(self.state.params, self.start_weights, batch)
-
-        return self._for_all_rows(lower)
+        needed = takes_old_logp(self.learning)
+        return self._for_all_rows(self.lower_old_logprobs) if needed else None
 
     def _for_all_rows(self, lower: Callable[[int], jax.stages.Lowered]) -> Callable:
         """Compiles a program of batches for each length of their rows; the result takes any."""

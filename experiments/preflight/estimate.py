@@ -27,6 +27,7 @@ from ml_collections import ConfigDict
 
 from dapo_jax import learner
 from dapo_jax.cli import command
+from dapo_jax.losses import takes_old_logp
 from dapo_jax.packing import plan_update
 from dapo_jax.preflight.__main__ import define_flags
 from dapo_jax.preflight.chips import Chip, chip_of
@@ -52,7 +53,7 @@ SIGMA_PROBLEMS, SIGMA_SAMPLES = 0.81, 0.61
 PROMPT_TOKENS = 145  # the mean of the paper's training data, with Qwen2.5's tokenizer
 MEAN_STEPS = 8  # with partial responses partial over: a step that ends late leaves less to the next
 LEFT_OUT = """exchanges between chips, the host between blocks, copies between shards, evaluation,
-the verifier, saves, log-probabilities of a KL term or of old policies; no TPU has confirmed it"""
+the verifier, saves, log-probabilities of a KL term; no TPU has confirmed it"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +61,8 @@ class Device:
     """A device with its part of a model: seconds at the chip's published rates.
 
     model_degree: the devices that share a copy of the sampler's weights. value_bytes: of a weight,
-    key or value there. lora: whether the learner trains LoRA's factors alone.
+    key or value there. lora: whether the learner trains LoRA's factors alone. old_logprobs: whether
+    it has a forward pass more, for its own old log-probabilities.
     """
 
     chip: Chip
@@ -68,6 +70,7 @@ class Device:
     model_degree: int = 1
     value_bytes: int = 2
     lora: bool = False
+    old_logprobs: bool = False
 
     @functools.cached_property
     def weights(self) -> int:
@@ -89,8 +92,11 @@ class Device:
         entries: of all rows, padding too. sequence_N: tokens of each prompt and response.
         """
         s, n = self.sizes, np.asarray(sequence_N, float)
-        flop = (4 if self.lora else 6) * self.weights * entries
-        flop += 12 * (n * (n + 1) / 2).sum() * s.num_layers * s.num_heads * s.head_dim
+        forwards = 1 + self.old_logprobs
+        flop = ((2 if self.lora else 4) + 2 * forwards) * self.weights * entries
+        flop += (
+            (8 + 4 * forwards) * (n * (n + 1) / 2).sum() * s.num_layers * s.num_heads * s.head_dim
+        )
         return float(flop) / (devices * self.chip.flop_rate)
 
 
@@ -171,7 +177,8 @@ def step_seconds(
     kernels = kernels_for(config.model.kernels, "tpu")
     prompt_tokens = min(PROMPT_TOKENS, r.max_prompt_tokens)
     value_bytes = 4 if config.model.compute_dtype == "float32" else 2
-    device = Device(chip, sizes, mesh.shape["model"], value_bytes, lora=c.lora_rank > 0)
+    kind = {"lora": c.lora_rank > 0, "old_logprobs": takes_old_logp(config.algo)}
+    device = Device(chip, sizes, mesh.shape["model"], value_bytes, **kind)
     how = {"groups": math.ceil(r.num_prompts / informative), "group_size": r.group_size}
     length_PG = response_lengths(mean, **how, longest=r.max_response_tokens, seed=0)
     decoding, prefilled = simulate(
