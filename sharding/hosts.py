@@ -12,10 +12,12 @@ JAX's client aborts them (SIGABRT, status 134). The same command goes on after b
 
 import atexit
 import contextlib
+import errno
 import functools
 import os
 import pickle
 import re
+import socket
 import sys
 import threading
 import time
@@ -34,6 +36,7 @@ COORDINATOR, PROCESSES, PROCESS = "DAPO_COORDINATOR", "DAPO_PROCESSES", "DAPO_PR
 # A process that has been silent for so long is taken for dead. JAX sends and counts heartbeats in
 # threads of C++, which neither a compilation nor a long hold of the interpreter's lock stops.
 HEARTBEAT_SECONDS = 12
+WAITING_SECONDS = 10.0  # between the lines of a process that waits for the others to start
 RETRYABLE = 75  # exit status (EX_TEMPFAIL): no fault of the settings, the same command can go on
 END, GONE = "end", "gone"  # keys: how all processes end, and how many have read it
 PARTING_SECONDS = 3.0  # the longest that the main process, whose end ends the store, waits
@@ -65,10 +68,10 @@ def start(*, several: bool, cpu_devices: int) -> None:
     if several:
         # Signals are handled by what saves; JAX would only record it.
         jax.config.update("jax_enable_preemption_service", False)
+        cluster = _cluster_of_environment()
         try:
-            jax.distributed.initialize(
-                **_cluster_of_environment(), heartbeat_timeout_seconds=HEARTBEAT_SECONDS
-            )
+            with _saying_what_is_waited_for(cluster):
+                jax.distributed.initialize(**cluster, heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
         except RuntimeError as error:
             if not (isinstance(error, jax.errors.JaxRuntimeError) or AWAY.match(str(error))):
                 raise
@@ -94,6 +97,38 @@ def _cluster_of_environment() -> dict[str, Any]:
         missing = sorted(names.keys() - given.keys())
         raise ValueError(f"{', '.join(given)} is set, but not {', '.join(missing)}: set all three")
     return {names[name]: text if name == COORDINATOR else int(text) for name, text in given.items()}
+
+
+@contextlib.contextmanager
+def _saying_what_is_waited_for(cluster: dict[str, Any]) -> Iterator[None]:
+    """Says every ten seconds whom this process waits for; ValueError where the port is taken.
+
+    JAX would say neither, and a taken port looks like a process that may come back.
+    """
+    address = cluster.get("coordinator_address", "")
+    port = address.rpartition(":")[2]
+    if cluster.get("process_id") == 0 and port.isdecimal():
+        try:
+            with contextlib.closing(socket.socket(socket.AF_INET6)) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(("::", int(port)))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                message = f"{COORDINATOR}={address}: that port is in use here; give another"
+                raise ValueError(message) from None
+    done, start = threading.Event(), time.monotonic()
+
+    def say():
+        while not done.wait(WAITING_SECONDS):
+            who = f"{cluster.get('num_processes', 'all')} processes at {address or 'the pod'}"
+            seconds = time.monotonic() - start
+            print(f"waiting for {who}, {seconds:.0f} s", file=sys.stderr, flush=True)
+
+    threading.Thread(target=say, name="waiting", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
 
 
 def started() -> bool:

@@ -10,8 +10,10 @@ import os
 import pathlib
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import time
 
 import jax
 import pytest
@@ -279,3 +281,21 @@ def test_an_incomplete_cluster_is_named():
         patch.setenv(hosts.COORDINATOR, "localhost:1")
         with pytest.raises(ValueError, match="DAPO_COORDINATOR is set, but not DAPO_PROCESS, DAPO"):
             hosts.start(several=True, cpu_devices=0)
+
+
+def test_a_port_in_use_is_named_and_a_wait_is_said(monkeypatch, capsys):
+    """A taken port ended with 75, which a launcher tries again for ever, and a wait said nothing."""
+    monkeypatch.setattr(hosts, "WAITING_SECONDS", 0.05)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"localhost:{taken.getsockname()[1]}"
+        cluster = {"coordinator_address": address, "num_processes": 2, "process_id": 0}
+        with (
+            pytest.raises(ValueError, match=f"DAPO_COORDINATOR={address}: that port is in use"),
+            hosts._saying_what_is_waited_for(cluster),
+        ):
+            pass
+        with hosts._saying_what_is_waited_for(cluster | {"process_id": 1}):
+            time.sleep(0.2)
+    assert f"waiting for 2 processes at {address}, 0 s" in capsys.readouterr().err
