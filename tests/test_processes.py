@@ -284,7 +284,7 @@ def test_an_incomplete_cluster_is_named():
 
 
 def test_a_port_in_use_is_named_and_a_wait_is_said(monkeypatch, capsys):
-    """A taken port ended with 75, which a launcher tries again for ever, and a wait said nothing."""
+    """A taken port ended with 75, which a launcher tries again, and a wait said nothing."""
     monkeypatch.setattr(hosts, "WAITING_SECONDS", 0.05)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
