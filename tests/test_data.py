@@ -349,11 +349,9 @@ def test_each_row_is_in_the_report(tmp_path, byte_tokenizer):
         "(1 tokens on average, 1 at most)"
     )
     assert notes == [
-        *(
-            f"  skipped d.parquet, row {row} (from 0): prompt[0].content is empty"
-            for row in range(1503, 1508)
-        ),
-        "  skipped d.parquet, ... 7 bad rows in all",
+        "  skipped d.parquet, row 1503 (from 0): prompt[0].content is empty (6 such rows)",
+        '  skipped d.parquet, row 1509 (from 0): reward_model.ground_truth has "####" before its '
+        "result: set kind=gsm8k",
         "  2 of 2 prompts do not ask for what rules=dapo read (Answer:); their messages have to",
     ]
 
@@ -518,3 +516,14 @@ def test_a_number_has_the_digits_of_its_own_type(tmp_path):
         examples, report = read(str(tmp_path / file), kind="math", on_bad_row="skip")
         assert [example.answer for example in examples] == answers
         assert report.bad_rows == 1  # a null; a sum that was rounded
+
+
+def test_bad_rows_are_listed_by_their_reasons(tmp_path):
+    """Thousands of GSM8K's rows were one line of 900 characters, and nothing named their kind."""
+    rows = [{"question": f"{i}?", "answer": f"so #### {i}"} for i in range(7)]
+    source = write_lines(tmp_path / "d.jsonl", [*rows, b"broken", {"prompt": "x", "answer": None}])
+    with pytest.raises(DataError) as refused:
+        MathProblems(path=str(source)).load()
+    first, second, third = str(refused.value).split("\n")
+    assert first.endswith("or kind=gsm8k or gsm8k_jsonl) (7 such rows)")
+    assert second.startswith("  line 8: invalid JSON") and third.startswith("  line 9: answer is")

@@ -40,7 +40,7 @@ TEMPLATES = {
 }
 BOX = "\\boxed"
 NO_ANSWERS = ("proof", "notfound", "not found")  # what data sets write where there is none
-SHOWN_BAD_ROWS = 5
+SHOWN_REASONS = 5  # of bad rows
 
 
 class Kind(NamedTuple):
@@ -68,6 +68,7 @@ _TEXT_LIST = re.compile(r"""\s*\[\s*["'].*["']\s*\]\s*""")
 _LAST_BOX = re.compile(
     r"(?s).*\\f?box(?:ed)?\s*(?:(?P<brace>\{)|(?P<bare>[^{$\n][^$\n]*?)\s*(?=\.?\s*(?:[$\n]|$)))"
 )
+_OF_ROW = re.compile(r"'[^']*'|\d+")  # in the reason why a row is bad
 WHOLE_NUMBER = re.compile(r"^([+-]?[0-9]+)\.0+$")
 
 
@@ -179,8 +180,8 @@ class Rows:
         self._name = pathlib.Path(place).name
         self._row_place = "line {}" if row_word == "line" else "row {} (from 0)"
         self._on_bad_row, self._same = on_bad_row, same
-        self._row_count = self._bad_rows = 0
-        self._bad_row_notes: list[str] = []
+        self._row_count = 0
+        self._bad: dict[str, tuple[str, int]] = {}  # kind of reason -> the first of them, how many
         self._first: dict[tuple, Example] = {}  # roles and texts of a prompt -> its first row
         self._occurrences: collections.Counter[tuple] = collections.Counter()
         self._conflicts: set[tuple] = set()
@@ -192,10 +193,11 @@ class Rows:
         try:
             yield
         except ValueError as error:
-            self._bad_rows += 1
-            if self._bad_rows <= SHOWN_BAD_ROWS:
-                shard = f"{self.shard}, " if self.shard else ""
-                self._bad_row_notes.append(f"{shard}{self._row_place.format(row)}: {error}")
+            shard = f"{self.shard}, " if self.shard else ""
+            note = f"{shard}{self._row_place.format(row)}: {error}"
+            kind = _OF_ROW.sub("", str(error))
+            first, count = self._bad.get(kind, (note, 0))
+            self._bad[kind] = first, count + 1
 
     def add(self, row: int, prompt: tuple[Message, ...], answer: str, extra: Any = None) -> None:
         """Takes a good row, unless its prompt is already there."""
@@ -211,13 +213,14 @@ class Rows:
 
         Raises DataError where rows are bad and on_bad_row is "error".
         """
-        notes = list(self._bad_row_notes)
-        if self._bad_rows > len(notes):
-            notes.append(f"... {self._bad_rows:,} bad rows in all")
+        bad_rows, notes = sum(count for _, count in self._bad.values()), []
+        for first, count in self._bad.values():
+            notes.append(f"{first} ({count:,} such rows)" if count > 1 else first)
+        if len(notes) > SHOWN_REASONS:
+            notes[SHOWN_REASONS:] = [f"... {bad_rows:,} bad rows in all"]
         if notes and self._on_bad_row != "skip":
-            raise DataError(
-                f"{self._place}, {'; '.join(notes)}. Mend them, or set data.on_bad_row=skip."
-            )
+            listed = "\n  ".join(notes)
+            raise DataError(f"{self._place}, {listed}. Mend them, or set data.on_bad_row=skip.")
         kept = [example for key, example in self._first.items() if key not in self._conflicts]
         conflicting_rows = sum(self._occurrences[key] for key in self._conflicts)
         times, repeated = {*self._occurrences.values()}, ()
@@ -227,10 +230,10 @@ class Rows:
             name=self._name,
             rows=self._row_count,
             kept=len(kept),
-            duplicates=self._row_count - self._bad_rows - conflicting_rows - len(kept),
+            duplicates=self._row_count - bad_rows - conflicting_rows - len(kept),
             conflicting_prompts=len(self._conflicts),
             conflicting_rows=conflicting_rows,
-            bad_rows=self._bad_rows,
+            bad_rows=bad_rows,
             bad_row_notes=tuple(f"{self._name}, {note}" for note in notes),
             notes=repeated,
         )
@@ -327,7 +330,9 @@ def field(record: dict, name: str) -> object:
     outer, _, inner = name.partition(".")
     if outer not in record:
         there = ", ".join(map(repr, record))[:MAX_SHOWN_CHARS] or "none"
-        raise ValueError(f"{outer!r} is missing; there are {there} (prompt_field, answer_field)")
+        fit = [kind for kind, it in KINDS.items() if {it[0], it[1]} <= {*record}]
+        advice = f"prompt_field, answer_field{', or kind=' if fit else ''}{' or '.join(fit)}"
+        raise ValueError(f"{outer!r} is missing; there are {there} ({advice})")
     return field(typed(record[outer], dict, outer), inner)
 
 
