@@ -318,3 +318,20 @@ def test_the_command_prints_what_it_draws_and_leaves_each_runs_pictures_alone(tm
     assert last == f"page: {first / 'report.html'}"
     error = ran(*report, f"--workdir={tmp_path}", status=1).stderr
     assert "metrics.jsonl" in error and "Traceback" not in error
+
+
+def test_a_fork_is_compared_with_its_parent_from_where_it_begins():
+    """One arm was averaged over ten steps, the other over one, between rows that are equal."""
+    keys = ("accuracy/mean", "reward/mean")
+    rows = [
+        {"step": s, "sampled_tokens_total": 1_000 * (s + 1), **dict.fromkeys(keys, s / 40)}
+        for s in range(30)
+    ]
+    whole, fork = (
+        Run(rows=part, evaluations={}, config={"num_steps": 30, "seed": 0})
+        for part in (rows, rows[29:])
+    )
+    ((_, heads, means), (_, _, differences)), _ = compare.tables({"whole": whole, "fork": fork})
+    assert means[0][1:] == means[1][1:]
+    assert means[0][heads.index("sampled tokens, thousands")] == "1"
+    assert {row[3] for row in differences} <= {"+0.0", "+0.000", "+0"}

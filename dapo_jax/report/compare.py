@@ -177,6 +177,7 @@ def tables(runs: Mapping[str, Run], *, baseline: str = "") -> tuple[list[Table],
         raise ValueError(f"no arm is called {baseline!r}; there are {', '.join(known_arms)}")
     if not kept:
         return [], short
+    kept = since_all_run(kept)
     arms, compared = by_arm(kept), quantities(kept)
     means = [
         [
@@ -205,6 +206,28 @@ def tables(runs: Mapping[str, Run], *, baseline: str = "") -> tuple[list[Table],
         heads = ["quantity", "arm", "pairs", "difference", "paired 95 %"]
         found.append((f"Differences from {baseline} on the same seed", heads, differences))
     return found, short
+
+
+def since_all_run(runs: Mapping[str, Run]) -> dict[str, Run]:
+    """Returns the runs from the first step that all of them have: a fork has none of its parent's.
+
+    Tokens are counted from there too, where a run has the step before.
+    """
+    begin, tokens = max(run.rows[0]["step"] for run in runs.values()), "sampled_tokens_total"
+    all_rows = [row for run in runs.values() for row in run.rows]
+    spent = max((row.get(tokens, 0) for row in all_rows if row["step"] == begin - 1), default=0)
+
+    def since(rows):
+        return [
+            {**row, tokens: row[tokens] - spent} if spent else row
+            for row in rows
+            if row["step"] >= begin
+        ]
+
+    return {
+        label: dataclasses.replace(run, rows=since(run.rows) or run.rows)
+        for label, run in runs.items()
+    }
 
 
 def markdown(runs: Mapping[str, Run], *, baseline: str = "", title: str) -> str:
