@@ -216,16 +216,14 @@ def chosen_config() -> ConfigDict:
 
 
 def config_without_file(arguments: Sequence[str]) -> list[str]:
-    """Returns flags of the config where none names its file: the run's own, on these devices."""
+    """Returns the flag of the config where none names its file: the run's own, its mesh too."""
     values = flags.FlagValues()
     for name in ("model", "workdir"):
         flags.DEFINE_string(name, None, "", flag_values=values)
     values(["", *arguments], known_only=True)
     if values.model or not values.workdir:
         return [f"--config={ANY_MODEL}"]
-    here = {"mesh.slices": 1, "mesh.data": -1, "mesh.model": 1, "model.kernels": "auto"}
-    file = pathlib.Path(values.workdir) / "config.json"
-    return [f"--config={file}", *(f"--config.{key}={value}" for key, value in here.items())]
+    return [f"--config={pathlib.Path(values.workdir) / 'config.json'}"]
 
 
 def given_sets() -> list[tuple[str, dict[str, str]]]:

@@ -42,7 +42,7 @@ def test_the_commands_own_flags_are_keys_of_its_config(tmp_path):
         # A key of a set that --set names.
         *("--model=DIR --set=g:arithmetic: --config.eval.sets.g.max_prompts=3",),
         *("--model=DIR --set=a:csv:b.csv --set=a:json:c.json",),
-        # The run's own config, on the devices that are here.
+        # The run's own config.
         "--set=a:csv:b.csv --config.eval.top_k=20",
     )
     of_run = base.get_config()
@@ -59,7 +59,7 @@ def test_the_commands_own_flags_are_keys_of_its_config(tmp_path):
     assert (run.eval.sets.a.kind, run.eval.sets.a.path, run.seed) == ("csv", "b.csv", 3)
     assert (named.eval.sets.g.task, named.eval.sets.g.max_prompts) == ("arithmetic", 3)
     assert "a second set 'a'" in second
-    assert (own.mesh.slices, own.eval.top_p, own.eval.top_k) == (1, 0.3, 20)
+    assert (own.mesh.slices, own.eval.top_p, own.eval.top_k) == (4, 0.3, 20)
     assert "a" in own.eval.sets
     assert own.tokenizer.chat_args.effort == "low"
 

@@ -62,16 +62,16 @@ class HuggingFaceTokenizer:
             )
         if chat == "auto":
             chat = "template" if self._tokenizer.chat_template else "none"
-        self.chat, self.date, self.opening = chat, "", ""
+        self.chat, self.date, self.opening, template = chat, "", "", ""
         if chat == "template":
             with _of_library(folder, 'has no chat template: add it or set tokenizer.chat="none"'):
                 template = self._tokenizer.get_chat_template()
             self._tokenizer.chat_template = _on_day(template, date)
             self.date = date if self._tokenizer.chat_template != template else ""
-            for name in self._chat_args:
-                if not re.search(rf"\b{re.escape(name)}\b", template):
-                    logging.warning("tokenizer.chat_args has %s, which no template reads", name)
             self.opening = self._opening()
+        for name in self._chat_args:
+            if not re.search(rf"\b{re.escape(name)}\b", template):
+                logging.warning("tokenizer.chat_args has %s, which no template reads", name)
         ids = self._tokenizer.get_vocab()
         self.vocab_size = 1 + max(ids.values())
         if stop_tokens is None:
