@@ -84,7 +84,10 @@ def load(prompt: str | None, *, n: int) -> tuple[Run, str]:
     template = given.template or (trained_with(config) if workdir else "none")
     if given.chat is not None:
         config.tokenizer.chat = "template" if given.chat else "none"
-    config.tokenizer.chat_args.update(ast.literal_eval(given.chat_args))
+    try:
+        config.tokenizer.chat_args.update(ast.literal_eval(given.chat_args))
+    except (SyntaxError, ValueError, TypeError) as error:
+        raise ValueError(f"--chat_args={given.chat_args}: must be as \"{{'name': 1}}\"") from error
     r.max_response_tokens = given.max_tokens or r.max_response_tokens
     r.page_tokens = PAGE_TOKENS
     r.partial_rollout_steps = r.cache_mib = r.slot_tokens = 0
