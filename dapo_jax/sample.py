@@ -86,7 +86,7 @@ def load(prompt: str | None, *, n: int) -> tuple[Run, str]:
         config.tokenizer.chat = "template" if given.chat else "none"
     try:
         config.tokenizer.chat_args.update(ast.literal_eval(given.chat_args))
-    except (SyntaxError, ValueError, TypeError) as error:
+    except (SyntaxError, ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"--chat_args={given.chat_args}: must be as \"{{'name': 1}}\"") from error
     r.max_response_tokens = given.max_tokens or r.max_response_tokens
     r.page_tokens = PAGE_TOKENS
