@@ -295,6 +295,9 @@ def test_a_run_exports_to_hugging_face(finished, tmp_path):
     assert any(not np.array_equal(a, b) for a, b in zip(before, after, strict=True))
     config = small_config()
     tokenizer = load_tokenizer(tmp_path / "hf", stop_tokens=None, chat="none")
+    for name in ("config.json", "generation_config.json"):  # the export forgot where its run stops
+        content = json.loads((tmp_path / "hf" / name).read_text())
+        assert content["eos_token_id"] == tokenizer.stop_ids[0]
     config.model.path = str(tmp_path / "hf")
     programs = components.programs(config, tokenizer.vocab_size)
     sets = components.load_data(config, tokenizer, training=False).eval_sets
