@@ -102,9 +102,9 @@ def test_strict_compares_values_not_spellings(answer, truth, correct):
 @pytest.mark.parametrize(
     ("rules", "wrong_rewarded", "right_refused"),
     [
-        ("dapo", 192, 253),  # the reference's own
-        ("strict", 0, 174),
-        ("strict_box", 23, 397),
+        ("dapo", 192, 257),  # the reference's own
+        ("strict", 0, 175),
+        ("strict_box", 23, 401),
         ("math_verify", 0, 14),  # they have neither a line "Answer:" nor a box
     ],
 )
@@ -118,8 +118,8 @@ def test_wrong_answers_are_not_rewarded(rules, wrong_rewarded, right_refused):
     form = r"So $\boxed{%s}$." if rules == "strict_box" else "So\nAnswer: %s"
     responses = [row.get("response", form % row.get("answer", "")) for row in rows]
     verdicts = verify_many(responses, [row["truth"] for row in rows], rules=rules)
-    assert sum(row["right"] for row in rows) == 465
-    assert len(rows) == 465 + 1392
+    assert sum(row["right"] for row in rows) == 469
+    assert len(rows) == 469 + 1397
     wrong = [row for row, v in zip(rows, verdicts, strict=True) if v.correct > row["right"]]
     refused = [row for row, v in zip(rows, verdicts, strict=True) if v.correct < row["right"]]
     assert (len(wrong), len(refused)) == (wrong_rewarded, right_refused), (wrong, refused)
@@ -187,8 +187,10 @@ def test_another_unit_is_refused_and_no_unit_or_another_spelling_is_not(rules, n
         [f"{number}{other}" for _, other in pairs],
         rules=rules,
     )
+    part_of_one = number != "5"  # which is no percent without its sign
     for pair, verdict in zip(pairs, verdicts, strict=True):
-        assert verdict.correct == (not pair[0] or len({*pair}) == 1 or {*pair} in same), pair
+        agree = (not pair[0] and not (part_of_one and pair[1] == r"\%")) or pair[0] == pair[1]
+        assert verdict.correct == (agree or {*pair} in same), pair
     for spellings in SAME_UNITS.replace("\n", "").split(";"):
         for one, other in itertools.product(spellings.split("|"), repeat=2):
             assert verify(f"Answer: {one}", other, rules=rules).correct, (one, other)

@@ -395,7 +395,8 @@ def compare_answers(answer: Answer | None, truth: Answer, rest: str) -> Verdict:
     verdict = compare(None if answer is None else answer.form, truth.form)
     if not verdict.correct:
         return verdict
-    if differ(answer.unit, truth.unit):
+    part_of_one = "/" in truth.form and abs(exact_number(truth.form) or 1) < 1
+    if differ(answer.unit, truth.unit, part_of_one=part_of_one):
         return Verdict(False, verdict.prediction, "other_unit")
     if differ(answer.name, truth.name):
         return Verdict(False, verdict.prediction, "other_name")

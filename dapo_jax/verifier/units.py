@@ -162,11 +162,14 @@ def unit_of(text: str) -> str:
     return " ".join(s if n == 1 else f"{s}^{n}" for s, n in sorted(total.items()) if s and n)
 
 
-def differ(one: str, other: str) -> bool:
+def differ(one: str, other: str, *, part_of_one: bool = False) -> bool:
     """Returns True where the unit or name of an answer is another than that of the truth.
 
-    A count is no measure. Degrees of a temperature, and a formula before "=", are asked for.
+    A count is no measure. Degrees of a temperature, and a formula before "=", are asked for, and so
+    is the percent sign of a part_of_one, a number below 1: 1/4 is 25 %, and no 1/4 %.
     """
+    if part_of_one and (one == "%") != (other == "%"):
+        return True
     if "#" in (one, other):
         factors = f"{one} {other}".replace("#", "").split()
         return bool(factors) and all(it.partition("^")[0] in _MEASURES for it in factors)
