@@ -8,6 +8,7 @@ A new key is a line of KEYS; `--help`, the checks and its type on the command li
 import dataclasses
 import difflib
 import importlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -75,7 +76,8 @@ class Key:
             return ""
         low = f"at least {self.at_least}" if self.above is None else f"greater than {self.above}"
         high = "finite in float32" if self.at_most == MAX32 else f"at most {self.at_most}"
-        return f"but must be {low}, and {high}"
+        off = "; 0 is off" if re.search(r"(?<![\d.])0: off", self.meaning) else ""
+        return f"but must be {low}, and {high}{off}"
 
 
 # Table 1 of the paper: each row adds one technique to the row before.
@@ -345,7 +347,7 @@ DATASET = {
     "temperature": Key(None, "of an evaluation set; None: eval.temperature", at_least=0,
                        kind=float),
     "top_p": Key(None, "of an evaluation set; None: eval.top_p", above=0, at_most=1, kind=float),
-    "top_k": Key(None, "of an evaluation set; None: eval.top_k", at_least=0, kind=int),
+    "top_k": Key(None, "of an evaluation set; 0: off; None: eval.top_k", at_least=0, kind=int),
 }
 # fmt: on
 # Beginnings of keys by their roles; an evaluation set is free, as the keys of eval are.

@@ -35,11 +35,12 @@ def train(config, workdir: pathlib.Path, parent=None, profile: int | None = None
     """
     if hosts.on_main(lambda: start.is_finished(config, workdir, parent)):
         return conclude(workdir, was_finished=True)
+    if profile is not None and not 0 <= profile < config.num_steps:
+        raise ValueError(f"--profile={profile}: give one of the steps 0 to {config.num_steps - 1}")
     with contextlib.ExitStack() as stack:
         run = start.open_run(config, workdir, "training", parent=parent, stack=stack)
-        if profile is not None and not run.step <= profile < config.num_steps:
-            steps = f"{run.step} to {config.num_steps - 1}"
-            raise ValueError(f"--profile={profile}: give one of the steps to come, {steps}")
+        if profile is not None and profile < run.step:
+            raise ValueError(f"--profile={profile}: that step is done; the next is {run.step}")
         state, progress = run.state, run.progress
         run.state = None  # its buffers are the first update's to overwrite
         if run.step == run.begin_step and run.sets and not run.evaluates_in(run.step):
@@ -55,7 +56,7 @@ def train(config, workdir: pathlib.Path, parent=None, profile: int | None = None
 
 def rl_step(run: start.Run, step: int, state: learner.TrainState, progress: start.Progress):
     """Takes one RL step: (state, progress, the message to stop with or None)."""
-    watch = metrics.Stopwatch()
+    watch = metrics.Stopwatch(jax.profiler.TraceAnnotation)
 
     # Groups are sampled and graded until enough are informative (dynamic sampling, Eq. 11).
     rollouts, scores, session = sample(run, step, state, progress, watch)

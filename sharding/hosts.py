@@ -17,6 +17,7 @@ import functools
 import os
 import pickle
 import re
+import signal
 import socket
 import sys
 import threading
@@ -125,9 +126,12 @@ def _saying_what_is_waited_for(cluster: dict[str, Any]) -> Iterator[None]:
             print(f"waiting for {who}, {seconds:.0f} s", file=sys.stderr, flush=True)
 
     threading.Thread(target=say, name="waiting", daemon=True).start()
+    # Ctrl-C would wait for JAX, whose library then aborts with its stack.
+    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield
     finally:
+        signal.signal(signal.SIGINT, handler)
         done.set()
 
 

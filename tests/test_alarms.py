@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from configs import tiny
-from dapo_jax.logs.alarms import REPEAT_STEPS, Alarms, require_finite
+from dapo_jax.logs.alarms import REPEAT_STEPS, Alarms, cap_advice, require_finite
 from sharding import rules
 from sharding.mesh import make_mesh
 
@@ -18,6 +18,7 @@ from sharding.mesh import make_mesh
 HEALTHY = {
     "accuracy/mean": 0.27,
     "no_answer_fraction": 0.06,
+    "response_tokens/truncated_fraction": 0.1,
     "responses_not_finite": 0,
     "groups/sampled": 48,
     "groups/informative": 32,
@@ -160,6 +161,27 @@ def test_no_answers_from_the_start_is_the_template_and_later_the_policy():
     _, (line,), _ = run_of([{}, {}, {}, row, row])
     assert "the policy has broken. Lower learner.learning_rate = 5e-05" in line
     assert "a checkpoint before step 3" in line
+    row["response_tokens/truncated_fraction"] = 1.0  # it was put down to the template too
+    _, (line,), _ = run_of([row, row])
+    assert "100% of the responses are cut at rollout.max_response_tokens = 80" in line
+
+
+@pytest.mark.parametrize(
+    ("response", "words"),
+    [
+        ({}, "Raise rollout.max_generation_batches"),
+        ({"correct": True}, "start anew with harder ones"),
+        ({"stopped": False}, "100% of the responses are cut at rollout.max_response_tokens = 80"),
+        ({"prediction": None}, "100% of the responses have no answer"),
+    ],
+)
+def test_the_advice_at_the_cap_is_of_the_cause(response, words):
+    """At an accuracy of 100 % it was to raise the cap."""
+    how = {"correct": False, "prediction": "5", "stopped": True} | response
+    verdict = types.SimpleNamespace(correct=how["correct"], prediction=how["prediction"])
+    one = types.SimpleNamespace(verdict=verdict, stopped=how["stopped"])
+    rollouts = types.SimpleNamespace(sampled=[types.SimpleNamespace(responses=[one] * 4)])
+    assert words in cap_advice(tiny.get_config(), rollouts)
 
 
 # When a run stops.

@@ -127,6 +127,16 @@ def test_a_folder_that_was_moved_is_not_made_anew_in_silence(tmp_path):
     assert saved_steps(tmp_path / "checkpoints") == [2]  # nothing is lost
 
 
+def test_a_folder_that_is_gone_in_the_middle_of_a_save_is_named(tmp_path):
+    """Orbax's error was of an array's metadata, or of a byte range."""
+    run = Checkpoints(tmp_path / "checkpoints", keep=3)
+    run.save(1, {"a": jnp.ones(1)}, {})
+    shutil.rmtree(tmp_path / "checkpoints")
+    (tmp_path / "checkpoints").touch()
+    with pytest.raises(FileNotFoundError, match=r"'.*/checkpoints/1'"):
+        run.save(2, {"a": jnp.ones(1)}, {})
+
+
 def largest_file(folder: pathlib.Path) -> pathlib.Path:
     """Finds the file with the arrays' values."""
     return max(folder.rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)

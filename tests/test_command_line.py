@@ -34,6 +34,7 @@ def test_every_key_has_a_meaning_and_a_default_that_it_allows():
         ("algo.eps_high", 1e39, "but must be at least 0, and finite in float32"),
         ("learner.adam_eps", 1e-40, "but must be greater than 0, and finite in float32"),
         ("rollout.top_p", 1.5, "but must be greater than 0, and at most 1"),
+        ("rollout.top_k", -1, "but must be at least 0, and finite in float32; 0 is off"),
         ("seed", 2**32, "but must be at least 0, and at most 4294967295"),
         ("eval.sets.mine.k", None, ""),
         ("data.train.rules", "math", "but must be one of dapo, strict, strict_box, math_verify"),

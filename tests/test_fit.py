@@ -120,7 +120,7 @@ def test_a_model_alone_gets_its_lengths_and_cache(monkeypatch):
     assert slots(fitted(100, 200, **few)) * 4 >= 200
     assert fitted(30_000, 1).rollout.max_response_tokens == 32_768 - 30_000
     assert fitted(100, 1, **few).rollout.max_response_tokens == 64
-    with pytest.raises(ValueError, match=r"--max_tokens=32768 leaves no position for a prompt"):
+    with pytest.raises(ValueError, match=r"tokens = 32768 leaves no position for a prompt"):
         fitted(1, 1, **{"rollout.max_response_tokens": 32_768})
     host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     share = 8 * 2**20 * jax.local_device_count() / host_bytes  # 8 MiB: fewer slots than requests

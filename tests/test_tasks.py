@@ -92,6 +92,10 @@ def test_a_task_is_made_of_the_settings_that_it_takes():
             "data.train.path = 'sums.csv', but data.train.task = 'arithmetic' takes no path",
         ),
         ({"task": COUNTDOWN, "answer_field": "sum"}, r"takes no answer_field .*answer_field=\)"),
+        (
+            {"task": COUNTDOWN, "args": {"on_bad_row": "skip", "path": "a"}},
+            "train.args has on_bad_row, path, no arg.*: set data.on_bad_row, data.train.path",
+        ),
     ],
 )
 def test_a_task_that_cannot_be_made_is_named_with_what_there_is(settings, message):

@@ -89,7 +89,7 @@ def finished(tmp_path_factory):
     """An uninterrupted run."""
     workdir = tmp_path_factory.mktemp("runs") / "finished"
     workdir.mkdir()
-    with pytest.raises(ValueError, match="--profile=3: give one of the steps to come, 0 to 2"):
+    with pytest.raises(ValueError, match="--profile=3: give one of the steps 0 to 2"):
         train.train(small_config(), workdir, profile=STEPS)
     train.train(small_config(), workdir, profile=1)
     return workdir
@@ -185,6 +185,10 @@ def test_a_dry_run_checks_and_tells_the_next_step_and_writes_nothing(finished, t
         with pytest.raises(ValueError, match=message):
             lines(finished, **settings)
     assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before
+    broken = shutil.copytree(finished, tmp_path / "broken")
+    (broken / "checkpoints" / "3" / "manifest" / "metadata").write_bytes(b"{")
+    told = lines(broken, num_steps=7)  # it ended in a traceback, where a start goes on
+    assert re.search("checkpoints/3/manifest/metadata cannot be read .*: a start would try", told)
     config, base = small_config(), tmp_path / "base"
     shutil.copytree(config.model.path, base, ignore=shutil.ignore_patterns("*.safetensors"))
     config.model.path = str(base)

@@ -102,9 +102,9 @@ def test_strict_compares_values_not_spellings(answer, truth, correct):
 @pytest.mark.parametrize(
     ("rules", "wrong_rewarded", "right_refused"),
     [
-        ("dapo", 192, 257),  # the reference's own
-        ("strict", 0, 175),
-        ("strict_box", 23, 401),
+        ("dapo", 192, 258),  # the reference's own
+        ("strict", 0, 176),
+        ("strict_box", 23, 402),
         ("math_verify", 0, 14),  # they have neither a line "Answer:" nor a box
     ],
 )
@@ -118,8 +118,8 @@ def test_wrong_answers_are_not_rewarded(rules, wrong_rewarded, right_refused):
     form = r"So $\boxed{%s}$." if rules == "strict_box" else "So\nAnswer: %s"
     responses = [row.get("response", form % row.get("answer", "")) for row in rows]
     verdicts = verify_many(responses, [row["truth"] for row in rows], rules=rules)
-    assert sum(row["right"] for row in rows) == 469
-    assert len(rows) == 469 + 1397
+    assert sum(row["right"] for row in rows) == 470
+    assert len(rows) == 470 + 1399
     wrong = [row for row, v in zip(rows, verdicts, strict=True) if v.correct > row["right"]]
     refused = [row for row, v in zip(rows, verdicts, strict=True) if v.correct < row["right"]]
     assert (len(wrong), len(refused)) == (wrong_rewarded, right_refused), (wrong, refused)

@@ -81,8 +81,8 @@ class Checkpoints:
         """Saves, if there is no checkpoint of this step yet; returns whether it was needed.
 
         arrays: `digests.described` of the state; None: computed here, which waits for the devices.
-        FileNotFoundError, with this one saved, where the one before has gone: Orbax makes a folder
-        that was moved anew.
+        FileNotFoundError where the one before has gone, which Orbax may not notice: it makes a
+        folder that was moved anew.
         """
         if step in self._manager.all_steps():
             return False
@@ -97,12 +97,13 @@ class Checkpoints:
             progress=ocp.args.JsonSave(progress),
             manifest=ocp.args.JsonSave({**manifest, "digest": json_digest(manifest)}),
         )
-        saved = self._manager.save(step, args=content, force=True)
         place = self.directory / str(newest)
         kept = newest is not None and self._keep != 1
-        if kept and hosts.is_main_host() and not place.exists():
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(place))
-        return saved
+        try:
+            return self._manager.save(step, args=content, force=True)
+        finally:  # an error of Orbax's is of that, then
+            if kept and hosts.is_main_host() and not place.exists():
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(place))
 
     def restore_latest(self, abstract_state: Any, *, report: Callable[[str], None]):
         """Reads (step, state, progress) of the newest undamaged checkpoint; None without any.
@@ -148,8 +149,12 @@ class Checkpoints:
             raise DamagedError(f"{error}; there are others: {sorted({*steps} - {step})}") from error
 
     def fingerprint_of(self, step: int) -> dict | None:
-        """Reads whose run a checkpoint is; None where it was saved without."""
-        return _read_manifest(self.directory / str(step) / "manifest" / "metadata")["fingerprint"]
+        """Reads whose run a checkpoint is; None where it was saved without; DamagedError."""
+        file = self.directory / str(step) / "manifest" / "metadata"
+        try:
+            return _reading(lambda: _read_manifest(file))["fingerprint"]
+        except DamagedError as error:
+            raise DamagedError(f"{file} cannot be read ({error})") from error
 
     @property
     def directory(self) -> epath.Path:

@@ -28,6 +28,7 @@ GREW = 10.0  # times the entropy of the run's first step, from
 GREW_FROM_NATS = 1.0
 COLLAPSED = 0.01  # of the entropy of the run's first step
 ANSWERLESS = 0.99  # of the responses
+SOLVED = 0.95  # of the responses
 BROKEN = 0.5  # share of responses without finite log-probabilities at which a run stops
 REPEAT_STEPS = 20  # an alarm that stays is said again every so many steps
 
@@ -79,6 +80,8 @@ def _is_answerless(row, _=None) -> bool:
 
 
 def _no_answers(row, of: "Alarms") -> str:
+    if (cut := row["response_tokens/truncated_fraction"]) >= ANSWERLESS:
+        return f"{cut:.0%} of the responses are {_cut_advice(of.config)}"
     share = f"{row['no_answer_fraction']:.0%} of the responses have no answer that is found"
     since = row.get("alarm/no_answers", 0)
     if since <= row["step"]:
@@ -88,6 +91,13 @@ def _no_answers(row, of: "Alarms") -> str:
             f"{row['step'] + 1 - since}"
         )
     return f"{share}. {_template_advice(of.config)}"
+
+
+def _cut_advice(config: ConfigDict) -> str:
+    return (
+        f"cut at rollout.max_response_tokens = {config.rollout.max_response_tokens}: raise it, or "
+        "does the model not end its turn (tokenizer.chat, tokenizer.stop_tokens)?"
+    )
 
 
 def _template_advice(config: ConfigDict) -> str:
@@ -172,11 +182,16 @@ ALARMS: tuple[Alarm, ...] = (
 
 def cap_advice(config: ConfigDict, rollouts: Rollouts) -> str:
     """Says what to do where the cap on generation left too few informative groups."""
-    verdicts = [r.verdict for group in rollouts.sampled for r in group.responses]
-    if not any(verdict.correct for verdict in verdicts):
-        share = np.mean([verdict.prediction is None for verdict in verdicts])
+    responses = [r for group in rollouts.sampled for r in group.responses]
+    right = np.mean([r.verdict.correct for r in responses])
+    if right == 0:
+        if (cut := np.mean([not r.stopped for r in responses])) >= ANSWERLESS:
+            return f"{cut:.0%} of the responses are {_cut_advice(config)}"
+        share = np.mean([r.verdict.prediction is None for r in responses])
         if share >= ANSWERLESS:
             return f"{share:.0%} of the responses have no answer. {_template_advice(config)}"
+    if right >= SOLVED:
+        return "The model solves these problems: start anew with harder ones"
     return (
         "Raise rollout.max_generation_batches and give the command again, or start anew with "
         "other data"

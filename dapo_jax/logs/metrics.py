@@ -346,10 +346,11 @@ class Stopwatch:
     """Collects the wall seconds of one step's phases: `with watch("rollout"): ...`.
 
     A phase may be entered again; its seconds add up, also when the block raises. The total runs
-    from the making of the watch.
+    from the making of the watch. annotate: names a phase to a profiler.
     """
 
-    def __init__(self):
+    def __init__(self, annotate: Callable = contextlib.nullcontext):
+        self._annotate = annotate
         self._start_seconds = time.perf_counter()
         self._phase_seconds: dict[str, float] = {}
 
@@ -357,7 +358,8 @@ class Stopwatch:
     def __call__(self, phase: str) -> Iterator[None]:
         start_seconds = time.perf_counter()
         try:
-            yield
+            with self._annotate(phase):
+                yield
         finally:
             spent = time.perf_counter() - start_seconds
             self._phase_seconds[phase] = self._phase_seconds.get(phase, 0.0) + spent

@@ -171,7 +171,10 @@ def _panel(ax: Axes, arms: Sequence[Sequence[Run]], panel: Panel, *, over_tokens
     ax.set_title(panel.title, loc="left", fontweight="bold", parse_math=False)
     for kind, curve in enumerate(panel.curves):
         for arm, runs in enumerate(arms):
-            _draw(ax, runs, curve, _look(kind if len(arms) == 1 else arm), over_tokens=over_tokens)
+            look = _look(kind if len(arms) == 1 else arm)
+            if len(arms) == 1 and kind % 2:  # where two are equal both are seen
+                look["linestyle"] = "--"
+            _draw(ax, runs, curve, look, over_tokens=over_tokens)
     if len(panel.curves) > 1 and len(arms) == 1:
         ax.legend()
     if panel.unit == "share":

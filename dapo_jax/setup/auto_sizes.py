@@ -71,8 +71,8 @@ def fit_model(config: ConfigDict, *, training: bool = False) -> None:
             r.max_prompt_tokens = min(r.max_prompt_tokens, base.KEYS[PROMPT_KEY].default)
         if r.max_prompt_tokens < 1:
             raise ValueError(
-                f"--max_tokens={r.max_response_tokens} leaves no position for a prompt: {path} has "
-                f"{positions} (max_position_embeddings in its config.json)"
+                f"rollout.max_response_tokens = {r.max_response_tokens} leaves no position for a "
+                f"prompt: {path} has {positions} (max_position_embeddings in its config.json)"
             )
 
 

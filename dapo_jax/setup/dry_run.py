@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 
 from dapo_jax import hub, learner
 from dapo_jax.checkpoints import fingerprint
+from dapo_jax.checkpoints.store import DamagedError
 from dapo_jax.printable import printable, shortened
 from dapo_jax.setup import checks, components
 from dapo_jax.setup.start import Parent, open_run, parents_checkpoints
@@ -41,7 +42,12 @@ def dry_run(config: ConfigDict, workdir: pathlib.Path, parent: Parent | None) ->
         require = functools.partial(fingerprint.require_same, report=say)
     elif run.parent:
         there, step = parents_checkpoints(config, run.parent), run.parent.step
-    if step is not None and (theirs := hosts.on_main(lambda: there.fingerprint_of(step))):
+    theirs = None
+    try:
+        theirs = step is not None and hosts.on_main(lambda: there.fingerprint_of(step))
+    except DamagedError as error:
+        say(f"{error}: a start would try the checkpoint before")
+    if theirs:
         require(theirs, ours=ours, where=f"checkpoint {step} in {there.directory}")
     done, steps = run.begin_step if run.step is None else run.step, config.num_steps
     say("\n".join(memory_lines(run.programs)))

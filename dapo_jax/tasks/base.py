@@ -32,6 +32,12 @@ BUILT_IN = {
 }
 
 
+# Settings of a data set: those that a task may well have a parameter of its own for, and those that
+# are not among the data set's keys.
+_OF_EVALUATION = {"k", "temperature", "top_p", "top_k", "max_tokens", "weight", "args"}
+_ELSEWHERE = {"rules": "verifier", "on_bad_row": "data"}
+
+
 class Task(Protocol):
     """A loader of examples and grader of responses: any class with these two methods.
 
@@ -76,6 +82,11 @@ def make_task(key: str, settings: Mapping) -> Task:
                 f"ignore it; leave it empty ({key}.{field}=), or change {key}.task or {key}.kind"
             )
     arguments = {it: settings[it] for it in signature.parameters if it in settings}
+    if elsewhere := settings["args"].keys() & settings.keys() - _OF_EVALUATION:
+        raise DataError(
+            f"{key}.args has {', '.join(sorted(elsewhere))}, no argument of a task: set "
+            f"{', '.join(f'{_ELSEWHERE.get(it, key)}.{it}' for it in sorted(elsewhere))}"
+        )
     arguments |= settings["args"]
     try:
         signature.bind(**arguments)

@@ -426,8 +426,14 @@ def _read(formula: str) -> list:
         extraction_mode="first_match",
         parsing_timeout=None,
     )
-    is_value = [getattr(it, "is_number", False) and it.doit().is_Rational for it in readings]
-    return [it.doit() if exact else it for it, exact in zip(readings, is_value, strict=True)]
+    return [it.doit() if _is_value(it) else it for it in readings]
+
+
+def _is_value(reading) -> bool:
+    """Returns whether the library would compare it by its form: a rational number, a product."""
+    if type(reading).__name__ == "Product":
+        return True
+    return getattr(reading, "is_number", False) and reading.doit().is_Rational
 
 
 # Kinds of formulas that fill the tables of the library's parser.
