@@ -36,7 +36,8 @@ class Cache:
     Page 0 of either pool is NULL_PAGE. Prompts have a pool of their own, and at most `readers`
     slots share a prompt's pages. A block of `block_tokens` decode steps divides a page.
     `max_prompt_tokens` and `max_response_tokens` bound a request. `partial_rollouts`: responses may
-    begin with tokens that an earlier session sampled. `rows`: batches are padded to a multiple.
+    begin with tokens that an earlier session sampled. `turns`: responses may have tokens that are
+    given, not sampled. `rows`: batches are padded to a multiple.
     """
 
     slots: int = 0  # these three are `plan_cache`'s to find
@@ -48,6 +49,7 @@ class Cache:
     max_prompt_tokens: int
     max_response_tokens: int
     partial_rollouts: bool = False
+    turns: bool = False
     rows: int = ROWS
 
     @property
@@ -87,11 +89,14 @@ class Cache:
         `sample` for the prompt at `cursor` of `stream` have been sampled. The prompt but for its
         last token, `prompt_tokens`, lies in `prompt_pages`, which this slot reads as number
         `reader`; the other tokens in `response_pages`, numbered as in the block's list of pages.
+        `given`: of the block's tokens those that are given, plus 1 each, and 0 for the sampled.
         """
-        tables = (
+        tables = [
             ("prompt_pages", np.int32, (self.pages_per_prompt,)),
             ("response_pages", np.int32, (self.pages_per_response,)),
-        )
+        ]
+        if self.turns:
+            tables.append(("given", np.int32, (self.block_tokens,)))
         return np.dtype([*((name, np.int32) for name in ROW_SCALARS), *tables])
 
 

@@ -148,7 +148,9 @@ def decode_block(
     temperature, top-p and top-k alone. prompt_pages, pages: a (k_UKHC, v_UKCH) and a (k_PKHC,
     v_PKCH) a layer; tokens of this block are kept apart and written to `pages` at the end, once a
     block. row_BX: `Cache.row_dtype`, as int32. page_P: the pages that the rows number; fewer than
-    all are gathered, so that no step attends to the others. kernels: how to multiply, and with
+    all are gathered, so that no step attends to the others. A token that is given (turns of an
+    episode) is fed like a sampled one, ends nothing and has no log-probability. kernels: how to
+    multiply, and with
     what to read just the live pages of prompt and response, if not by plain XLA. axis: the mesh
     axis that the heads are split over.
     """
@@ -216,10 +218,17 @@ def decode_block(
             live_R=active_B,
         )
         new_B, logp_B = sample_token(logits_BV, uniform_SB[i], axis=axis)
+        if cache.turns:
+            given_B = row["given"][:, i]
+            new_B = jnp.where(given_B > 0, given_B - 1, new_B)
+            logp_B = jnp.where(given_B > 0, 0.0, logp_B)
         token_B = jnp.where(active_B, new_B, token_B)
         token_SB = token_SB.at[i].set(jnp.where(active_B, new_B, token_SB[i]))
         logp_SB = logp_SB.at[i].set(jnp.where(active_B, logp_B, logp_SB[i]))
-        ended_B = jnp.isin(token_B, stop_ids) | (sampled_B + i + 1 >= row["limit"])
+        is_stop_B = jnp.isin(token_B, stop_ids)
+        if cache.turns:
+            is_stop_B &= given_B == 0
+        ended_B = is_stop_B | (sampled_B + i + 1 >= row["limit"])
         return i + 1, active_B & ~ended_B, token_B, new_kv, token_SB, logp_SB
 
     dtype = pages[0][1].dtype

@@ -49,6 +49,15 @@ class Finished(NamedTuple):
     pages: np.ndarray
 
 
+class Parked(NamedTuple):
+    """A sample without a slot that keeps its pages, until its environment has answered."""
+
+    prefix: Prefix
+    age: int
+    tokens: int
+    pages: np.ndarray
+
+
 class Prefill(NamedTuple):
     """One prefill call, of R rows on all shards together, equally many on each.
 

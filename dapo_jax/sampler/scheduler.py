@@ -25,6 +25,7 @@ from dapo_jax.sampler.cache import NULL_PAGE, WATERMARK_BLOCKS, Cache
 from dapo_jax.sampler.plan import (
     Finished,
     Moves,
+    Parked,
     Plan,
     Prefill,
     Prefix,
@@ -47,13 +48,14 @@ class Scheduler:
         self._rows_DB = {  # of the slots: a table a column, a block looks at few
             name: np.zeros((shards, cache.slots, *dtype.shape), dtype.base)
             for name, (dtype, _) in cache.row_dtype.fields.items()
-            if name not in ("stream", "cursor", "token")  # the caller's
+            if name not in ("stream", "cursor", "token", "given")  # the caller's
         }
         self._group_DB = np.zeros((shards, cache.slots), np.int64)
         self._prefix_DB = np.full((shards, cache.slots), None, object)
         self._age_DB = np.zeros((shards, cache.slots), np.int64)  # admissions before the slot's
         self._pages_DB = np.zeros((shards, cache.slots), np.int64)  # how many response pages
         self._admissions = 0
+        self._parked: dict[tuple[int, int], Parked] = {}  # by group and sample
         self._free_DP = np.ones((shards, cache.pages), bool)
         self._free_prompt_DP = np.ones((shards, cache.prompt_pages), bool)
         self._free_DP[:, NULL_PAGE] = self._free_prompt_DP[:, NULL_PAGE] = False
@@ -86,6 +88,8 @@ class Scheduler:
         """Forgets an unfinished group; the tokens sampled for it are lost."""
         for d, b in np.argwhere(self._active_DB & (self._group_DB == group)):
             self._leave(d, b)
+        for parked in [key for key in self._parked if key[0] == group]:
+            self._unpark(parked)
         for prefix in self._groups.pop(group):
             if prefix.pages is not None:
                 ready = (r for r in self._ready[prefix.shard] if r[0] is not prefix)
@@ -150,10 +154,13 @@ class Scheduler:
         """Returns (rows, page_P, row_N) of the planned block, as `block_table` has them."""
         return block_table(self._rows_DB, ~self._free_DP, sizes, self.cache, behind_N)
 
-    def complete(self, used_N: np.ndarray, stopped_N: np.ndarray) -> list[Finished]:
+    def complete(
+        self, used_N: np.ndarray, stopped_N: np.ndarray, parks_N: np.ndarray | None = None
+    ) -> list[Finished]:
         """Ends the planned block, in which every occupied slot sampled `used_N` more tokens.
 
-        Samples that stopped, or have reached their limit, leave their slots and are returned.
+        Samples that stopped, or have reached their limit, leave their slots and are returned. Of
+        these parks_N names those that keep their pages, until `resume` or `end`.
         """
         shard_N, slot_N = np.nonzero(self._active_DB)
         sampled_N = self._rows_DB["sampled"][shard_N, slot_N] + used_N
@@ -163,14 +170,37 @@ class Scheduler:
         for n in np.flatnonzero(ended_N).tolist():
             d, b, tokens = int(shard_N[n]), int(slot_N[n]), int(sampled_N[n])
             prefix, sample = self._prefix_DB[d, b], int(self._rows_DB["sample"][d, b])
-            pages = self._leave(d, b)
+            age, pages = int(self._age_DB[d, b]), self._leave(d, b)
             finished.append(Finished(prefix.group, sample, tokens, bool(stopped_N[n]), d, pages))
-            prefix.unfinished -= 1
-            if prefix.unfinished == 0:
-                self._release(prefix)
-                if not any(other.unfinished for other in self._groups[prefix.group]):
-                    del self._groups[prefix.group]
+            if parks_N is not None and parks_N[n]:
+                self._parked[prefix.group, sample] = Parked(prefix, age, tokens, pages)
+                self._free_DP[d, pages] = False
+            else:
+                self._ended(prefix)
         return finished
+
+    def resume(self, group: int, sample: int) -> None:
+        """Lets a parked sample go on: the next free slot of its shard is its own."""
+        prefix = self._parked[group, sample].prefix
+        self._ready[prefix.shard].appendleft((prefix, sample))
+
+    def end(self, group: int, sample: int) -> None:
+        """Ends a parked sample."""
+        self._ended(self._unpark((group, sample)))
+
+    def _unpark(self, key: tuple[int, int]) -> Prefix:
+        """Frees the pages of a parked sample; returns its prompt."""
+        prefix, _, _, pages = self._parked.pop(key)
+        self._free_DP[prefix.shard, pages] = True
+        return prefix
+
+    def _ended(self, prefix: Prefix) -> None:
+        """Counts a sample that has ended."""
+        prefix.unfinished -= 1
+        if prefix.unfinished == 0:
+            self._release(prefix)
+            if not any(other.unfinished for other in self._groups[prefix.group]):
+                del self._groups[prefix.group]
 
     @property
     def _active_DB(self) -> np.ndarray:
@@ -285,10 +315,13 @@ class Scheduler:
         for d, b in zip(shard_N.tolist(), slot_N.tolist(), strict=True):
             self._enter(d, b, *self._ready[d].popleft())
         begun_N = self._rows_DB["sampled"][shard_N, slot_N]
+        has_none_N = self._pages_DB[shard_N, slot_N] == 0
         for page in range(int(begun_N.max(initial=0)) // cache.page_tokens + 1):
             needed_N = begun_N >= page * cache.page_tokens
+            needed_N &= self._pages_DB[shard_N, slot_N] <= page
             self._give_pages(shard_N[needed_N], slot_N[needed_N])
-        return self._recomputes(shard_N[begun_N > 0], slot_N[begun_N > 0])
+        begun_N = (begun_N > 0) & has_none_N  # parked ones have their pages
+        return self._recomputes(shard_N[begun_N], slot_N[begun_N])
 
     def _recomputes(self, shard_N: np.ndarray, slot_N: np.ndarray) -> list[Prefill]:
         """Makes the calls for partial responses in these slots, in order of shards."""
@@ -314,6 +347,8 @@ class Scheduler:
         for d, e in [] if wait else rebalance(count_D):
             if self._ready[d]:
                 prefix, sample = self._ready[d][-1]
+                if (prefix.group, sample) in self._parked:
+                    continue  # its pages are here
                 if self._has_room(e, len(prefix.pages), pages=0):
                     self._ready[d].pop()
                     self._ready[e].append((self._part(moves, prefix, sample, e), sample))
@@ -372,6 +407,10 @@ class Scheduler:
         self._prefix_DB[d, b], self._group_DB[d, b] = prefix, prefix.group
         self._age_DB[d, b] = self._admissions
         self._admissions += 1
+        if parked := self._parked.pop((prefix.group, sample), None):
+            self._age_DB[d, b], self._rows_DB["sampled"][d, b] = parked.age, parked.tokens
+            self._rows_DB["response_pages"][d, b, : len(parked.pages)] = parked.pages
+            self._pages_DB[d, b] = len(parked.pages)
 
     def _give_pages(self, shard_N: np.ndarray, slot_N: np.ndarray) -> None:
         """Gives each of the slots, which lie in order of shards, the lowest page that is free.
