@@ -216,6 +216,9 @@ KEYS = {
                                "where the kernels need it", at_least=1),
     "rollout.block_tokens": Key(16, "decode steps per block; the scheduler runs between blocks",
                                 at_least=1),
+    "rollout.max_turns": Key(8, "of an episode, where a data set has an environment", at_least=1),
+    "rollout.environment_seconds": Key(60.0, "the longest that one call of an environment may take",
+                                       above=0, may_change=True),
     "rollout.partial_rollout_steps": Key(
         0, "a step ends when it has enough; unfinished responses continue in the next steps, in "
         "this many at most, with tokens of several policies. The cache stays beside the update, "
@@ -332,6 +335,7 @@ DATASET = {
     "template": Key("", "dapo, boxed, none, or a text with {problem}; \"\": the task's own for "
                     "questions, none for chats"),
     "system": Key("", "a system message before each of its prompts"),
+    "environment": Key("", "module:Class, which answers the turns of its episodes"),
     "rules": Key("", "those that grade it; \"\": verifier.rules",
                  choices="dapo_jax.verifier:RULES"),
     "levels": Key((1, 2, 3, 4), "of generated problems"),
@@ -444,6 +448,12 @@ def eval_settings(config: ConfigDict) -> dict[str, dict]:
         for name, settings in e.sets.items()
         if settings.k != 0
     }
+
+
+def has_environments(config: ConfigDict) -> bool:
+    """Returns whether a data set of the config has an environment."""
+    sets = [*mixture_settings(config).values(), *eval_settings(config).values()]
+    return any(settings["environment"] for settings in sets)
 
 
 def _filled(config: ConfigDict, settings: ConfigDict, **defaults) -> dict:

@@ -280,7 +280,9 @@ def main(_):
             record.write_responses(workdir, f"{run.step}.{name}.{label}", groups)
 
     streams = components.eval_streams(config, run.tokenizer)
-    session = Session(run.programs.engine, run.take_policy(), *streams)
+    environments = components.environments(config, run.data, run.tokenizer)
+    how = {"environments": environments}
+    session = Session(run.programs.engine, run.take_policy(), *streams, **how)
     with Evaluation(session, sets, first_stream=0) as evaluation:
         results = evaluation.finish(report=say, keep=keep)
     paths = record.write_own_results(workdir, run.step, results, settings)

@@ -167,6 +167,9 @@ def make_batch(groups: Sequence[Group], advantage_PG: np.ndarray, learning: Lear
     s = learning
     length_R = np.concatenate([group.length_G for group in groups])
     mask_RT = np.arange(length_R.max()) < length_R[:, None]
+    responses = [response for group in groups for response in group.responses]
+    for mask_T, response in zip(mask_RT, responses, strict=True):
+        mask_T[: len(response.tokens_T)] = response.sampled_T
     if s.overlong_filtering:
         mask_RT &= np.concatenate([group.stopped_G for group in groups])[:, None]
     mask_PGT = mask_RT.reshape(*advantage_PG.shape, -1)

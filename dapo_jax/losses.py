@@ -34,15 +34,16 @@ from dapo_jax.types import Batch
 
 
 def response_mean(value_BT, token: Batch):
-    """Gives every token of the packed rows the mean of a value over its response."""
+    """Gives every token of the packed rows the mean of a value over its response's sampled ones."""
 
-    def of_row(value_T, branch_T):
+    def of_row(value_T, branch_T, counted_T):
         def total(terms_T):
             return jax.ops.segment_sum(terms_T, branch_T, num_segments=len(branch_T) + 1)
 
-        return (total(value_T) / jnp.maximum(total(jnp.ones_like(value_T)), 1))[branch_T]
+        sum_T = total(jnp.where(counted_T, value_T, 0.0))
+        return (sum_T / jnp.maximum(total(counted_T.astype(value_T.dtype)), 1))[branch_T]
 
-    return jax.vmap(of_row)(value_BT, token.branch_BT)
+    return jax.vmap(of_row)(value_BT, token.branch_BT, token.is_response_BT)
 
 
 # Ratios: two log-probabilities, of which the difference is log r.

@@ -69,7 +69,7 @@ def pack(
                 batch.old_logp_BT[b, answer] = response.behavior_logp_T
                 batch.advantage_BT[b, answer] = advantage_PG[p, g]
                 batch.weight_BT[b, answer] = weight_PGT[p, g, :length]
-                batch.is_response_BT[b, answer] = True
+                batch.is_response_BT[b, answer] = response.sampled_T
                 batch.is_on_policy_BT[b, answer] = not response.ends
                 end = answer.stop
             batch.segment_BT[b, start:end] = segment

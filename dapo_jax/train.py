@@ -24,7 +24,7 @@ from dapo_jax.checkpoints import digests
 from dapo_jax.cli import command, config_flags
 from dapo_jax.logs import alarms, metrics
 from dapo_jax.sampler.session import Session
-from dapo_jax.setup import dry_run, start
+from dapo_jax.setup import components, dry_run, start
 from sharding import hosts
 
 
@@ -87,7 +87,7 @@ def sample(run: start.Run, step: int, state, progress: start.Progress, watch: me
     if session := progress.session:
         session.resume(weights)
     else:
-        session = Session(run.programs.engine, weights, *run.streams)
+        session = new_session(run, weights)
     del weights
     expected_rate = min(1.0, r.num_prompts / r.generation_prompts)
     if last := progress.row:
@@ -123,6 +123,12 @@ def sample(run: start.Run, step: int, state, progress: start.Progress, watch: me
             return rollouts, {}, goes_on
         with watch("evaluate"):
             return rollouts, scores_of(run, evaluation, finished_steps=step), goes_on
+
+
+def new_session(run: start.Run, weights: dict) -> Session:
+    """Makes a session of the run's streams, training's first."""
+    environments = components.environments(run.config, run.data, run.tokenizer)
+    return Session(run.programs.engine, weights, *run.streams, environments=environments)
 
 
 def at_generation_cap(run: start.Run, step: int, rollouts) -> str | None:
@@ -242,7 +248,7 @@ def finish(
 
 def evaluate_alone(run: start.Run, state: learner.TrainState, finished_steps: int) -> None:
     """Evaluates all sets in a session of their own."""
-    session = Session(run.programs.engine, run.sampler_weights(state.params), *run.streams)
+    session = new_session(run, run.sampler_weights(state.params))
     with evaluate.Evaluation(session, run.sets, first_stream=1) as evaluation:
         scores_of(run, evaluation, finished_steps)
 

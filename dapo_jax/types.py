@@ -73,7 +73,9 @@ class Response:
 
     tokens_T int32, behavior_logp_T float32 (nats, under the sampling distribution). stopped: False
     where it was cut off at the length limit. text and verdict are None until it is graded. ends:
-    how many tokens it had at the ends of earlier steps (partial rollouts).
+    how many tokens it had at the ends of earlier steps (partial rollouts). given_T bool: the tokens
+    of an environment, between the turns of an episode, which no policy sampled and no loss has;
+    None: there are none. measures: of the episode, as `Verdict.measures`.
     """
 
     tokens_T: np.ndarray
@@ -82,6 +84,19 @@ class Response:
     text: str | None = None
     verdict: Verdict | None = None
     ends: tuple[int, ...] = ()
+    given_T: np.ndarray | None = None
+    measures: Mapping[str, float] | None = None
+
+    @property
+    def sampled_T(self) -> np.ndarray:
+        """True for the tokens that a policy sampled."""
+        return np.ones(len(self.tokens_T), bool) if self.given_T is None else ~self.given_T
+
+    @property
+    def last_turn_T(self) -> np.ndarray:
+        """The tokens behind the last that an environment gave."""
+        given = np.flatnonzero(~self.sampled_T)
+        return self.tokens_T[given[-1] + 1 if len(given) else 0 :]
 
     @property
     def stale_tokens(self) -> int:
@@ -263,6 +278,7 @@ class Batch:
     piece follow. position counts from 0 along a prompt and each of its responses. weight: of the
     token's loss in the whole mini-batch (Eq. 12). old_logp: the sampler's, behavior_logp, unless
     the learner has recomputed it. is_on_policy: tokens of groups that began in this step.
+    is_response: tokens that a policy sampled.
     is_high_cov: the tokens that KL-Cov holds back. reference_logp: the start policy's, for a KL
     term. Of the micro-batches the first `num_micro` are in use.
     """

@@ -19,7 +19,7 @@ FLOORS = (
     ("dapo_jax.cli",),
     ("dapo_jax.rollout",),
     ("dapo_jax.sampler", "dapo_jax.learner", "dapo_jax.grading"),
-    ("dapo_jax.logprobs", "dapo_jax.losses"),
+    ("dapo_jax.logprobs", "dapo_jax.losses", "dapo_jax.episodes"),
     ("models", "dapo_jax.tasks", "dapo_jax.packing"),
     ("dapo_jax.verifier",),
     ("sharding", "configs", "dapo_jax.types", "dapo_jax.printable", "dapo_jax.algorithm"),

@@ -275,6 +275,7 @@ METRICS: list[Metric] = [
     Metric("seconds_in_rollout/prefill", "s", "Prompts, on the devices."),
     Metric("seconds_in_rollout/decode", "s", "Blocks of decode steps, on the devices."),
     Metric("seconds_in_rollout/host", "s", "Scheduling, on the host."),
+    Metric("seconds_in_rollout/environment", "s", "Waiting for environments; their answers."),
     Metric("seconds_in_rollout/verify", "s", "Grading, behind decoding."),
     Metric("seconds_in_rollout/verify_wait", "s", "Waiting for grades."),
     Metric("tokens_per_second/rollout", "tokens/s", "Tokens sampled a second of sampling.",

@@ -116,6 +116,11 @@ class Scheduler:
         return list(self._groups)
 
     @property
+    def has_work(self) -> bool:
+        """Returns whether there is something to decode; parked samples have to be resumed."""
+        return bool(self._queue) or any(self._ready) or bool(self._active_DB.any())
+
+    @property
     def idle_slots(self) -> int:
         """Counts the slots that no sample submitted so far will fill."""
         queued = sum(prefix.unfinished for prefix in self._queue)
@@ -160,7 +165,8 @@ class Scheduler:
         """Ends the planned block, in which every occupied slot sampled `used_N` more tokens.
 
         Samples that stopped, or have reached their limit, leave their slots and are returned. Of
-        these parks_N names those that keep their pages, until `resume` or `end`.
+        these parks_N names those that keep their pages until `resume`, behind whole blocks, or
+        `end`.
         """
         shard_N, slot_N = np.nonzero(self._active_DB)
         sampled_N = self._rows_DB["sampled"][shard_N, slot_N] + used_N
@@ -173,7 +179,8 @@ class Scheduler:
             age, pages = int(self._age_DB[d, b]), self._leave(d, b)
             finished.append(Finished(prefix.group, sample, tokens, bool(stopped_N[n]), d, pages))
             if parks_N is not None and parks_N[n]:
-                self._parked[prefix.group, sample] = Parked(prefix, age, tokens, pages)
+                whole = tokens - tokens % self.cache.block_tokens  # a block is in one page
+                self._parked[prefix.group, sample] = Parked(prefix, age, whole, pages)
                 self._free_DP[d, pages] = False
             else:
                 self._ended(prefix)
@@ -306,9 +313,16 @@ class Scheduler:
         for pages_K, ready, most in zip(pages_DK, self._ready, most_D.tolist(), strict=True):
             first_tokens = [prefix.first_tokens[sample] for prefix, sample in islice(ready, most)]
             pages_K[:most] += np.array(first_tokens, int) // cache.page_tokens
+            for k, (prefix, sample) in enumerate(islice(ready, most) if self._parked else ()):
+                if parked := self._parked.get((prefix.group, sample)):
+                    pages_K[k] = parked.tokens // cache.page_tokens == len(parked.pages)
         free_DK = self._free_DP.sum(axis=1)[:, None] - (pages_DK.cumsum(axis=1) - 1)
         fits_DK = (free_DK > growth_DK // cache.page_tokens) & (k_K < most_D[:, None])
         admitted_D = np.logical_and.accumulate(fits_DK, axis=1).sum(axis=1)
+        for d in np.flatnonzero((admitted_D + occupied_D == 0) & (most_D > 0)).tolist():
+            waiting = [(prefix.group, sample) for prefix, sample in self._ready[d]]
+            for key in [key for key in waiting if key in self._parked][-1:]:
+                self._unpark(key)  # it starts again, where parked ones have all pages
         shard_N, slot_N = np.nonzero(~self._active_DB)
         first_N = ranks(shard_N) < admitted_D[shard_N]
         shard_N, slot_N = shard_N[first_N], slot_N[first_N]

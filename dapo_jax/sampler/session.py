@@ -20,6 +20,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from dapo_jax.episodes import Environments
 from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.engine import Engine
 from dapo_jax.sampler.plan import Finished, Moves, Plan, Prefill
@@ -42,7 +43,8 @@ class _Unfinished:
     """An unfinished group; responses: None for those that have not ended.
 
     stream: its place among the session's. partial: what there was of each response when the group
-    was submitted, at the last step's end, or when it lost its slot.
+    was submitted, at the last step's end, when it lost its slot, or when its environment answered,
+    whose tokens are in it. plays: whether it has an environment.
     """
 
     stream: int
@@ -50,6 +52,7 @@ class _Unfinished:
     prompt: Prompt
     responses: list[Response | None]
     partial: list[Response]
+    plays: bool = False
 
 
 class Session:
@@ -61,12 +64,19 @@ class Session:
     wall time of "prefill", "decode" and "host".
     """
 
-    def __init__(self, engine: Engine, params, *streams: Stream):
+    def __init__(
+        self,
+        engine: Engine,
+        params,
+        *streams: Stream,
+        environments: Environments | None = None,
+    ):
         """Compiles what is missing and makes empty pages.
 
         params: the sampler's, on the mesh. A stream's limit is at most what the cache is planned
-        for.
+        for. environments: answer the turns of the prompts that have one.
         """
+        self._environments, self._stalled = environments, False
         cache = engine.cache
         samplings = tuple(stream.sampling for stream in streams)
         engine.compile(*samplings)
@@ -89,6 +99,8 @@ class Session:
         self._params = params
         self.blocks: list[BlockRecord] = []
         self.seconds = {"prefill": 0.0, "decode": 0.0, "host": 0.0}
+        if self._environments:
+            self.seconds["environment"] = 0.0
         self.prefilled_prompts = 0
 
     def close(self) -> None:
@@ -129,8 +141,9 @@ class Session:
         of_samples = zip(partial.responses, partial.unfinished_G, limits, strict=True)
         tokens = [self._whole_blocks(r, most) if more else None for r, more, most in of_samples]
         self._scheduler.submit(number, length, limits, first_tokens=tokens, keeps=keeps)
+        plays = self._environments is not None and self._environments.plays(prompt)
         self._groups[number] = _Unfinished(
-            stream, cursor, prompt, responses=partial.ended, partial=list(partial.responses)
+            stream, cursor, prompt, partial.ended, list(partial.responses), plays
         )
         self._name_Q2 = np.append(self._name_Q2, np.int32([[stream, cursor]]), axis=0)
 
@@ -150,6 +163,8 @@ class Session:
             if (group.stream, group.cursor) == (stream, cursor)
         )
         self._scheduler.cancel(number)
+        if self._environments:
+            self._environments.forget(number)
         del self._groups[number]
 
     def pause(self, stream: int = 0) -> list[PartialGroup]:
@@ -194,6 +209,13 @@ class Session:
         They are in order of streams and cursors. more: as of `Scheduler.next_block`.
         """
         start = time.perf_counter()
+        answered = []
+        if self._environments:
+            answered = self._take_answers()
+            self.seconds["environment"] += time.perf_counter() - start
+            if not self._scheduler.has_work:
+                return answered
+            start = time.perf_counter()
         plan = self._scheduler.next_block(more=more)
         self._set_aside(plan.preempted)
         planned = time.perf_counter()
@@ -201,6 +223,9 @@ class Session:
         self._move(plan.moves)
         self._recompute(plan)
         prefilled = time.perf_counter()
+        self._stalled = not len(plan.shard_N)  # parked samples have all pages
+        if self._stalled:
+            return answered
         stream_N, cursor_N = self._name_Q2[plan.group_N].T
         # Truncated streams first: there `sampling.truncate` looks for them.
         rows, page_P, row_N = self._scheduler.table(
@@ -208,6 +233,9 @@ class Session:
         )
         rows["token"][row_N] = self._next_tokens(plan)
         rows["stream"][row_N], rows["cursor"][row_N] = stream_N, cursor_N
+        known = self._known(plan)
+        if self._environments:
+            rows["given"][row_N] = known[0]
         launched = time.perf_counter()
         self._pages, token_SB, logp_SB = self._engine.decode(
             self._params,
@@ -219,9 +247,12 @@ class Session:
             self._samplings,
         )
         decoded = time.perf_counter()
-        used_N, stopped_N = self._keep(plan, token_SB[:, row_N].T, logp_SB[:, row_N].T)
-        self.blocks.append(self._record(plan, used_N, launched, decoded))
-        groups = self._finish(self._scheduler.complete(used_N, stopped_N))
+        used_N, stopped_N = self._keep(plan, token_SB[:, row_N].T, logp_SB[:, row_N].T, *known)
+        given_N = np.minimum((known[0] > 0).sum(axis=1), used_N)
+        self.blocks.append(self._record(plan, used_N, used_N - given_N, launched, decoded))
+        plays_N = np.array([self._groups[number].plays for number in plan.group_N.tolist()], bool)
+        groups = self._finish(self._scheduler.complete(used_N, stopped_N, plays_N))
+        groups = sorted([*answered, *groups], key=lambda group: (group.stream, group.cursor))
         self.seconds["prefill"] += prefilled - planned
         self.seconds["decode"] += decoded - launched
         host_seconds = time.perf_counter() - decoded + launched - prefilled + planned - start
@@ -291,16 +322,38 @@ class Session:
         token_N = self._newest_DB[plan.shard_N, plan.slot_N]
         for n in np.flatnonzero(plan.sampled_N == 0).tolist():
             token_N[n] = self._groups[int(plan.group_N[n])].prompt.token_ids[-1]
+        for n in np.flatnonzero(plan.sampled_N).tolist() if self._environments else ():
+            group, first = self._groups[int(plan.group_N[n])], plan.sampled_N[n]
+            known_T = group.partial[plan.sample_N[n]].tokens_T
+            if group.plays and first <= len(known_T):  # it may come from another slot
+                token_N[n] = known_T[first - 1]
         return token_N
 
-    def _keep(self, plan: Plan, token_NS, logp_NS) -> tuple[np.ndarray, np.ndarray]:
+    def _known(self, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
+        """Finds the tokens of a block that are known: (token + 1, else 0, log-probability) [N, S].
+
+        They are an environment's, and those before them of a sample that starts again.
+        """
+        given_NS = np.zeros((len(plan.group_N), self._engine.cache.block_tokens), np.int32)
+        logp_NS = np.zeros(given_NS.shape, np.float32)
+        rows = zip(plan.group_N.tolist(), plan.sample_N, plan.sampled_N, strict=True)
+        for n, (number, sample, first) in enumerate(rows if self._environments else ()):
+            if self._groups[number].plays:
+                known = self._groups[number].partial[sample]
+                tokens_T = known.tokens_T[first : first + given_NS.shape[1]]
+                given_NS[n, : len(tokens_T)] = tokens_T + 1
+                logp_NS[n, : len(tokens_T)] = known.behavior_logp_T[first:][: len(tokens_T)]
+        return given_NS, logp_NS
+
+    def _keep(self, plan: Plan, token_NS, logp_NS, given_NS, known_logp_NS):
         """Keeps a block's tokens; returns how many each slot uses, and whether they end in a stop.
 
         The tokens that a slot samples after its stop token or its limit are not used.
         """
         N, S = token_NS.shape
         cache = self._engine.cache
-        is_stop_NS = np.isin(token_NS, self._samplings[0].stop_ids)
+        is_stop_NS = np.isin(token_NS, self._samplings[0].stop_ids) & (given_NS == 0)
+        logp_NS = np.where(given_NS > 0, known_logp_NS, logp_NS)
         stop_N = np.where(is_stop_NS.any(axis=1), is_stop_NS.argmax(axis=1), S)
         used_N = np.minimum(stop_N + 1, np.minimum(plan.left_N, S))
         offset_NS = (plan.sampled_N % cache.page_tokens)[:, None] + np.arange(S)
@@ -309,14 +362,14 @@ class Session:
         self._newest_DB[plan.shard_N, plan.slot_N] = token_NS[np.arange(N), used_N - 1]
         return used_N, used_N == stop_N + 1
 
-    def _record(self, plan: Plan, used_N, start: float, end: float) -> BlockRecord:
+    def _record(self, plan: Plan, used_N, useful_N, start: float, end: float) -> BlockRecord:
         """Makes the block's entry in `blocks`, over the slots of all shards."""
         slots = self._engine.cache.slots
         where_N = plan.shard_N * slots + plan.slot_N
         cursor_B = np.full(self._engine.shards * slots, -1, np.int64)
         stream_B, sample_B, useful_B = np.zeros((3, len(cursor_B)), np.int32)
         stream_B[where_N], cursor_B[where_N] = self._name_Q2[plan.group_N].T
-        sample_B[where_N], useful_B[where_N] = plan.sample_N, used_N
+        sample_B[where_N], useful_B[where_N] = plan.sample_N, useful_N
         return BlockRecord(
             start_seconds=start,
             end_seconds=end,
@@ -330,16 +383,62 @@ class Session:
         )
 
     def _finish(self, ended: list[Finished]) -> list[Group]:
-        """Stores the responses of ended samples; returns the groups they finish."""
+        """Stores the responses of ended samples; returns the groups they finish.
+
+        Those with an environment have ended a turn, on which it is asked.
+        """
         finished = []
         for it in ended:
             group = self._groups[it.group]
-            group.responses[it.sample] = self._response(group, it)
-            if None not in group.responses:
-                del self._groups[it.group]
-                responses = tuple(group.responses)
-                finished.append(Group(group.cursor, group.prompt, responses, group.stream))
-        return sorted(finished, key=lambda group: (group.stream, group.cursor))
+            response = self._response(group, it)
+            if group.plays:
+                group.partial[it.sample] = response
+                where = (it.group, it.sample)
+                self._environments.ask(where, group.cursor, group.prompt, response)
+            else:
+                finished += self._ended(it.group, it.sample, response)
+        return finished
+
+    def _ended(self, number: int, sample: int, response: Response) -> list[Group]:
+        """Stores an ended sample's response; returns its group if it was the last."""
+        group = self._groups[number]
+        group.responses[sample] = response
+        if None in group.responses:
+            return []
+        del self._groups[number]
+        return [Group(group.cursor, group.prompt, tuple(group.responses), group.stream)]
+
+    def _take_answers(self) -> list[Group]:
+        """Lets samples go on whose environments have answered; returns the groups that finish.
+
+        Waits for an answer only where nothing else is left to do.
+        """
+        finished = []
+        wait = self._stalled or not self._scheduler.has_work
+        for (number, sample), answer in self._environments.answers(wait=wait):
+            if (group := self._groups.get(number)) is None:
+                continue  # cancelled meanwhile
+            response = group.partial[sample]
+            limit = self._samplings[group.stream].max_response_tokens
+            more = len(answer.tokens)
+            if more and len(response.tokens_T) + more < limit:
+                group.partial[sample] = dataclasses.replace(
+                    response,
+                    tokens_T=np.append(response.tokens_T, np.int32(answer.tokens)),
+                    behavior_logp_T=np.append(response.behavior_logp_T, np.zeros(more, np.float32)),
+                    given_T=np.append(~response.sampled_T, np.ones(more, bool)),
+                )
+                self._scheduler.resume(number, sample)
+                continue
+            response = dataclasses.replace(
+                response,
+                stopped=response.stopped and not more,
+                verdict=answer.verdict,
+                measures=answer.measures,
+            )
+            self._scheduler.end(number, sample)
+            finished += self._ended(number, sample, response)
+        return finished
 
     def _response(self, group: _Unfinished, it: Finished) -> Response:
         """Makes a response of what the pages have of it."""
@@ -348,5 +447,10 @@ class Session:
             for pool_DPC in (self._token_DPC, self._logp_DPC)
         )
         # Less where it went on behind whole blocks.
-        ends = tuple(min(end, it.tokens) for end in group.partial[it.sample].ends)
-        return Response(tokens_T, logp_T, it.stopped, ends=ends)
+        before = group.partial[it.sample]
+        ends = tuple(min(end, it.tokens) for end in before.ends)
+        given_T = None
+        if before.given_T is not None:
+            given_T = np.zeros(it.tokens, bool)
+            given_T[: len(before.given_T)] = before.given_T
+        return Response(tokens_T, logp_T, it.stopped, ends=ends, given_T=given_T)

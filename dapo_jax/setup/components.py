@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from etils import epath
 from ml_collections import ConfigDict
 
-from configs.base import eval_settings, mixture_settings
+from configs.base import eval_settings, has_environments, mixture_settings
 from dapo_jax import hub, learner
+from dapo_jax.episodes import Environments
 from dapo_jax.losses import takes_old_logp
 from dapo_jax.sampler.cache import SPREAD_READERS, Cache, plan_cache
 from dapo_jax.sampler.decode import Sampling
@@ -214,7 +215,9 @@ class Data:
 
 def load_data(config: ConfigDict, tokenizer: Tokenizer, *, training: bool) -> Data:
     """Loads and tokenizes the evaluation sets, and the training sets if `training`."""
-    of_run = {"tokenizer": tokenizer, "max_prompt_tokens": config.rollout.max_prompt_tokens}
+    r = config.rollout
+    of_run = {"tokenizer": tokenizer, "max_prompt_tokens": r.max_prompt_tokens}
+    of_run["environment_seconds"] = r.environment_seconds
 
     def load(key, settings):
         return load_dataset(key, settings | {"path": hub.local(settings["path"])}, **of_run)
@@ -231,6 +234,12 @@ def load_data(config: ConfigDict, tokenizer: Tokenizer, *, training: bool) -> Da
     for key, share in train.shares.items():
         checks.check_enough_prompts(config, key, len(sets[key].prompts), share)
     return Data(train, train.stream(config.seed), eval_sets)
+
+
+def environments(config: ConfigDict, data: Data, tokenizer: Tokenizer) -> Environments | None:
+    """Makes what answers the turns of a session's episodes; None where no set has any."""
+    found = {key: it.environment for key, it in data.sets.items() if it.environment}
+    return Environments(found, tokenizer, max_turns=config.rollout.max_turns) if found else None
 
 
 def sampling(config: ConfigDict, tokenizer: Tokenizer, **changes) -> Sampling:
@@ -367,6 +376,7 @@ def cache_plan(
         max_prompt_tokens=r.max_prompt_tokens,
         max_response_tokens=r.max_response_tokens,
         partial_rollouts=r.partial_rollout_steps > 0,
+        turns=has_environments(config),
     )
     return plan_cache(
         limits,

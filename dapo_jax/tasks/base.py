@@ -171,8 +171,22 @@ def _checked(name: str, verdict: object, where: str) -> Verdict:
 
 
 def graded(group: Group, *, task: Task, tokenizer: Tokenizer) -> Group:
-    """Decodes a group's responses, and grades each behind what the prompt has of its answer."""
+    """Decodes a group's responses, and grades each behind what the prompt has of its answer.
+
+    Of an episode the last turn is graded, unless its environment has.
+    """
     texts = [tokenizer.decode(response.tokens_T.tolist()) for response in group.responses]
     example = group.prompt.example
     begun = begun_answer(example.prompt, tokenizer)
-    return group.graded(texts, grade_many(task, [begun + text for text in texts], example))
+    open_ = [i for i, response in enumerate(group.responses) if response.verdict is None]
+    last = [tokenizer.decode(group.responses[i].last_turn_T.tolist()) for i in open_]
+    verdicts = [response.verdict for response in group.responses]
+    if open_:
+        found = grade_many(task, [begun + text for text in last], example)
+        for i, verdict in zip(open_, found, strict=True):
+            verdicts[i] = verdict
+    for i, response in enumerate(group.responses):
+        if response.measures:
+            measures = {**(verdicts[i].measures or {}), **response.measures}
+            verdicts[i] = verdicts[i]._replace(measures=measures)
+    return group.graded(texts, verdicts)

@@ -8,6 +8,7 @@ import grain
 import numpy as np
 
 from dapo_jax.tasks.base import graded, load_examples, make_task
+from dapo_jax.tasks.environments import Factory
 from dapo_jax.tasks.readers import DataError, DataReport, by_text
 from dapo_jax.tasks.tokenizer import Tokenizer
 from dapo_jax.types import Example, Group, Prompt
@@ -18,22 +19,30 @@ class Dataset:
     """Holds the prompts of a task, and how it grades their responses.
 
     grade: decodes and grades the responses of a group. report: accounts for each row of the data.
-    same: tells which pairs of predictions are one answer, for their votes.
+    same: tells which pairs of predictions are one answer, for their votes. environment: makes what
+    answers its episodes' turns.
     """
 
     prompts: list[Prompt]
     grade: Callable[[Group], Group]
     report: DataReport
     same: Callable[[Sequence[tuple[str, str]]], list[bool]] = by_text
+    environment: Factory | None = None
 
 
 def load_dataset(
-    key: str, settings: Mapping, tokenizer: Tokenizer, *, max_prompt_tokens: int
+    key: str,
+    settings: Mapping,
+    tokenizer: Tokenizer,
+    *,
+    max_prompt_tokens: int,
+    environment_seconds: float = 60.0,
 ) -> Dataset:
     """Makes a data set's task, loads its examples and tokenizes them.
 
     key: the config key of the data set, for messages. settings: its values (`configs.base.dataset`)
     and those of the keys `rules` and `on_bad_row`; max_prompts of the prompts are kept (0: all).
+    environment_seconds: the longest that a call of its environment may take.
 
     Raises FileNotFoundError for a missing file and DataError for a task that does not exist, bad
     rows, what is no example, a prompt of no tokens, or where no prompt is left.
@@ -42,8 +51,16 @@ def load_dataset(
     try:
         examples, report = load_examples(task, settings["task"] or key)
         examples = [with_system(example, settings["system"]) for example in examples]
-        prompts, overlong = tokenize(examples, tokenizer, key, max_prompt_tokens=max_prompt_tokens)
-        notes = report.notes
+        environment, tools, notes = None, None, report.notes
+        if name := settings["environment"]:
+            environment = Factory.of(key, name, environment_seconds)
+            examples = [environment.introduced(example) for example in examples]
+            tools = environment.schemas()
+            if tokenizer.rewrites_turns():
+                note = "the chat template rewrites earlier turns: here they stay as sampled"
+                notes = (*notes, note)
+        how = {"max_prompt_tokens": max_prompt_tokens, "tools": tools}
+        prompts, overlong = tokenize(examples, tokenizer, key, **how)
         if 0 < (most := settings["max_prompts"]) < len(prompts):
             notes = (*notes, f"the first {most:,} of {len(prompts):,} usable prompts (max_prompts)")
             prompts = prompts[:most]
@@ -68,7 +85,7 @@ def load_dataset(
         named = str(error).partition(" ")[0] in settings
         raise type(error)(f"{key}{'.' if named else ': '}{error}") from error
     grade = functools.partial(graded, task=task, tokenizer=tokenizer)
-    return Dataset(prompts, grade, report, getattr(task, "same", by_text))
+    return Dataset(prompts, grade, report, getattr(task, "same", by_text), environment)
 
 
 def with_system(example: Example, text: str) -> Example:
@@ -84,7 +101,12 @@ def with_system(example: Example, text: str) -> Example:
 
 
 def tokenize(
-    examples: Sequence[Example], tokenizer: Tokenizer, key: str, *, max_prompt_tokens: int
+    examples: Sequence[Example],
+    tokenizer: Tokenizer,
+    key: str,
+    *,
+    max_prompt_tokens: int,
+    tools: Sequence[Mapping] | None = None,
 ) -> tuple[list[Prompt], int]:
     """Tokenizes the examples of at most `max_prompt_tokens` tokens, and counts the longer ones.
 
@@ -92,7 +114,8 @@ def tokenize(
     """
     prompts = []
     for example in examples:
-        token_ids = tokenizer.encode_chat(example.prompt)
+        given = {"tools": tools} if tools else {}
+        token_ids = tokenizer.encode_chat(example.prompt, **given)
         if not token_ids:
             raise DataError(
                 f"{example.source}, row {example.row}: the prompt is empty, it has no tokens; "

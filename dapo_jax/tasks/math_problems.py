@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from dapo_jax.tasks import readers
-from dapo_jax.tasks.readers import FORMATS, KINDS, DataError, DataReport, field
-from dapo_jax.types import Example, Message, Verdict
+from dapo_jax.tasks.readers import FORMATS, KINDS, Columns, DataError, DataReport, field
+from dapo_jax.types import Example, Verdict
 from dapo_jax.verifier import check_ground_truth, equal_answers, verify, verify_many
 
 # What asks for an answer, by template; and the templates that ask for what rules read, of which
@@ -51,7 +51,8 @@ class MathProblems(MathTask):
     where a row has the prompt (text, or messages with role and content) and the answer (text, a
     number, or a list of one); "a.b" is field b of field a; "": the kind's. template: of plain
     prompts, as `readers.template_text` reads it; "": the one that the rules read, or
-    default_template where a class has one.
+    default_template where a class has one. environment: where there is one, a row is what it begins
+    with, needs no answer, and has no template by default.
     """
 
     default_template: ClassVar[str] = ""
@@ -61,6 +62,7 @@ class MathProblems(MathTask):
     prompt_field: str = ""
     answer_field: str = ""
     template: str = ""
+    environment: str = ""
 
     def load(self) -> tuple[list[Example], DataReport]:
         """Reads the file, and merges its rows as `readers.read_rows` does.
@@ -76,10 +78,14 @@ class MathProblems(MathTask):
         prompt_field = self.prompt_field or KINDS[kind].prompt_field
         answer_field = self.answer_field or KINDS[kind].answer_field
         mark, templates = KINDS[kind].answer_mark, TEMPLATES_OF[self.rules]
-        template = readers.template_text(self.template or self.default_template or templates[0])
+        asks = self.default_template or ("none" if self.environment else templates[0])
+        template = readers.template_text(self.template or asks)
 
-        def make(row: dict) -> tuple[tuple[Message, ...], str]:
+        def make(row: dict) -> tuple:
             value = field(row, prompt_field)
+            if self.environment:
+                answer = str(row.get(answer_field, "the environment's"))
+                return readers.messages_of(value, prompt_field, template), answer, Columns(row)
             if not isinstance(value, str) and self.template not in ("", "none"):
                 raise ValueError(
                     f"{prompt_field} has messages, which take no template: set it to none"
@@ -97,7 +103,10 @@ class MathProblems(MathTask):
             return messages, answer
 
         how = {"file_format": file_format, "on_bad_row": self.on_bad_row, "same": self.same}
-        examples, report = readers.read_rows(self.path, [prompt_field, answer_field], make, **how)
+        fields = [prompt_field] + [answer_field] * (not self.environment)
+        examples, report = readers.read_rows(self.path, fields, make, **how)
+        if self.environment:
+            return examples, report
         asked = [_ASKED[name] for name in templates]
         texts = [example.text.lower() for example in examples]
         silent = sum(not any(words.lower() in text for words in asked) for text in texts)

@@ -166,6 +166,10 @@ def format_of(path: str) -> str:
     return ending
 
 
+class Columns(dict):
+    """A row that an environment begins with: others of the same prompt are not merged with it."""
+
+
 class Rows:
     """Collects the rows of one data set: merges, counts, and refuses or skips the bad ones.
 
@@ -202,6 +206,8 @@ class Rows:
     def add(self, row: int, prompt: tuple[Message, ...], answer: str, extra: Any = None) -> None:
         """Takes a good row, unless its prompt is already there."""
         key = tuple((message["role"], message["content"]) for message in prompt)
+        if isinstance(extra, Columns):
+            key += (repr(extra),)
         self._occurrences[key] += 1
         example = Example(prompt, answer, self.shard or self._name, row, extra)
         first = self._first.setdefault(key, example).answer

@@ -30,6 +30,7 @@ FILES = (
     *("generation_config.json", "config.json"),
 )
 ROLES = ("user", "assistant")  # in turn
+ANSWER = "%an answer%"  # stands for one where a template is looked at
 _CLOCK = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 MORE_TEMPLATES = "additional_chat_templates"  # a folder of named ones, for other users
 MAX_ERROR_CHARS = 200
@@ -87,9 +88,10 @@ class HuggingFaceTokenizer:
         pad_id = self._tokenizer.pad_token_id
         self.pad_id = self.stop_ids[0] if pad_id is None else pad_id
 
-    def _rendered(self, *texts: str, **how) -> str:
+    def _rendered(self, *texts: str, more: Sequence[Message] = (), **how) -> str:
         """Renders a conversation by the template; "" where it takes no such conversation."""
         messages = [{"role": ROLES[i % 2], "content": text} for i, text in enumerate(texts)]
+        messages += more
         try:
             how = {**self._chat_args, **how}
             return self._tokenizer.apply_chat_template(messages, tokenize=False, **how)
@@ -118,13 +120,50 @@ class HuggingFaceTokenizer:
         """Decodes ids without the stop token at their end; ValueError for an unknown id."""
         return self._tokenizer.decode(_text_ids(ids, self))
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Encodes a prompt of messages ({"role", "content"}), ready for the model's answer."""
+    def between(self, messages: Sequence[Message], stop_id: int) -> list[int]:
+        """Encodes what is between a turn that ended with stop_id and the next: the messages.
+
+        It is what the template writes behind an answer, without the end that was sampled.
+        ValueError where it takes no such conversation.
+        """
+        if self.chat == "none":
+            return self._encode(f"\n\n{plain_text(messages)}\n\n", add_special_tokens=False)
+        _, found, tail = self._rendered_with(messages).partition(ANSWER)
+        if not found:  # most templates without tools take a user's message
+            as_user = [{"role": "user", "content": message["content"]} for message in messages]
+            _, found, tail = self._rendered_with(as_user).partition(ANSWER)
+        if not found:
+            roles = ", ".join(message["role"] for message in messages)
+            raise ValueError(f"{self._folder} has no {roles} behind an answer by its template")
+        end = self._tokenizer.convert_ids_to_tokens(stop_id)
+        tail = tail[tail.index(end) + len(end) :] if tail.lstrip().startswith(end) else tail
+        return self._tokenizer(tail, add_special_tokens=False).input_ids
+
+    def _rendered_with(self, messages: Sequence[Message]) -> str:
+        return self._rendered("a question", ANSWER, more=messages, add_generation_prompt=True)
+
+    def rewrites_turns(self) -> bool:
+        """Returns whether the template changes earlier turns of a conversation, as Qwen3's does."""
+        if self.chat == "none":
+            return False
+        thought = f"<think>\nso\n</think>\n\n{ANSWER}"
+        prompt = self._rendered("a question", add_generation_prompt=True).removesuffix(self.opening)
+        return not self._rendered("a question", thought, "more").startswith(prompt + thought)
+
+    def encode_chat(
+        self, messages: Sequence[Message], tools: Sequence[Mapping] | None = None
+    ) -> list[int]:
+        """Encodes a prompt of messages ({"role", "content"}), ready for the model's answer.
+
+        tools: their schemas, which the template shows.
+        """
         if self.chat == "none":
             return self._encode(plain_text(messages), add_special_tokens=True)
         roles = [message["role"] for message in messages]
         begun = roles[-1:] == ["assistant"]  # an answer's first words, to go on from
         how = {**self._chat_args, "add_generation_prompt": not begun}
+        if tools:
+            how["tools"] = list(tools)
         with _of_library(self._folder, f"has no prompt for roles {roles} by its template"):
             return self._tokenizer.apply_chat_template(
                 list(messages),
@@ -163,7 +202,13 @@ class SentencePieceTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return self._processor.decode(_text_ids(ids, self))
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+    def between(self, messages: Sequence[Message], stop_id: int) -> list[int]:
+        return self.encode(f"\n\n{plain_text(messages)}\n\n")
+
+    def rewrites_turns(self) -> bool:
+        return False
+
+    def encode_chat(self, messages: Sequence[Message], tools=None) -> list[int]:
         return self.encode(plain_text(messages))
 
 

@@ -1,0 +1,286 @@
+r"""Environments: what answers the turns of an episode, and rewards it in the end.
+
+A data set names one in the config, `--config.data.train.environment=my_games:Guess`, a class of
+one of two contracts:
+
+* TRL's `environment_factory`: its constructor takes nothing; `reset(**columns) -> str | None`
+  begins an episode, and its text goes behind the prompt's last message; every other public method
+  is a tool, with type hints and a docstring that has Args. The model calls tools as its chat
+  template shows them. An episode ends with the turn that calls none.
+* A stepped one (SkyRL-Gym, Gymnasium): `reset`, or SkyRL-Gym's `init`, then `step(text)` gets each
+  turn and returns what the model reads next: a text or messages; None where the episode ends;
+  SkyRL-Gym's dict of observations, reward and done, or Gymnasium's tuple of five.
+
+Both may have `is_done() -> bool`, `get_reward() -> float` (or `reward`) and `correct`; where there
+is no reward the task grades the last turn. Methods may be async. Host only: no jax.
+"""
+
+import asyncio
+import dataclasses
+import inspect
+import json
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from dapo_jax.outside import imported
+from dapo_jax.types import Example, Message, Verdict
+
+LIFECYCLE = {"reset", "init", "step", "close", "is_done", "get_reward", "reward", "correct"}
+_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+MAX_ERROR_CHARS = 300
+
+
+class EnvironmentFailed(ValueError):
+    """What failed outside a tool, or answered otherwise when it was asked again."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Factory:
+    """Makes the environments of a data set.
+
+    name: "module:Class". seconds: the longest that one call may take.
+    """
+
+    name: str
+    make: Callable[[], Any]
+    seconds: float
+
+    @classmethod
+    def of(cls, key: str, name: str, seconds: float) -> "Factory":
+        """Imports the class that a data set's key names; ValueError where it has no contract."""
+        found = imported(f"{key}.environment = {name!r}", name)
+        if not any(callable(getattr(found, it, None)) for it in ("reset", "init")):
+            raise ValueError(f"{key}.environment = {name!r}, which has neither reset nor init")
+        return cls(name, found, seconds)
+
+    @property
+    def is_stepped(self) -> bool:
+        """Returns whether the class is of the stepped contract."""
+        return callable(getattr(self.make, "step", None))
+
+    @property
+    def tools(self) -> list[Callable]:
+        """Lists the tools of a class of TRL's contract."""
+        names = [] if self.is_stepped else sorted({*dir(self.make)} - LIFECYCLE)
+        public = [getattr(self.make, name) for name in names if not name.startswith("_")]
+        return [it for it in public if inspect.isroutine(it)]
+
+    def schemas(self) -> list[dict]:
+        """Describes the tools for the chat template; ValueError for one without hints or Args."""
+        from transformers.utils import get_json_schema
+
+        try:
+            return [get_json_schema(_unbound(tool)) for tool in self.tools]
+        except Exception as error:
+            raise ValueError(f"{self.name} has a tool without a schema: {error}") from error
+
+    def introduced(self, example: Example) -> Example:
+        """Puts what a new episode says first behind the prompt's last message."""
+        text = Episode(self, example).opening
+        if not text:
+            return example
+        *before, last = example.prompt
+        last = {**last, "content": last["content"] + text}
+        return dataclasses.replace(example, prompt=(*before, last))
+
+
+def _unbound(tool: Callable) -> Callable:
+    """Returns a method as a function without its first parameter, for its schema."""
+
+    def function(*args, **kwargs): ...
+
+    signature = inspect.signature(tool)
+    function.__name__, function.__doc__ = tool.__name__, inspect.getdoc(tool)
+    own = [it for name, it in signature.parameters.items() if name != "self"]
+    function.__signature__ = signature.replace(parameters=own)
+    function.__annotations__ = dict(tool.__annotations__)
+    return function
+
+
+class Episode:
+    """One environment in the middle of an episode.
+
+    turns, calls, failed_calls, timeouts: how many there were. Raises EnvironmentFailed for what
+    fails outside a tool.
+    """
+
+    def __init__(self, factory: Factory, example: Example):
+        self.turns = self.calls = self.failed_calls = self.timeouts = 0
+        self._factory, self._reward, self._is_done = factory, None, False
+        columns = {"prompt": list(example.prompt), "answer": example.answer}
+        columns |= example.extra if isinstance(example.extra, Mapping) else {}
+        self._environment = self._outside(lambda: _constructed(factory.make, columns))
+        begin = getattr(self._environment, "reset", None)
+        if begin is None:
+            messages, _ = self._outside(lambda: self._environment.init(columns["prompt"]))
+            self.opening = "".join(m["content"] for m in messages[len(example.prompt) :])
+        else:
+            self.opening = self._outside(lambda: begin(**_accepted(begin, columns)))
+        if isinstance(self.opening, tuple):  # Gymnasium's observation and info
+            self.opening = self.opening[0]
+        self.opening = "" if self.opening is None else str(self.opening)
+
+    def answer(self, text: str) -> list[Message]:
+        """Gives a turn to the environment; returns what the model reads next, [] at the end."""
+        self.turns += 1
+        if self._factory.is_stepped:
+            return self._step(text)
+        messages = [self._called(call) for call in tool_calls(text)]
+        done = getattr(self._environment, "is_done", None)
+        return [] if done and self._outside(done) else messages
+
+    def measures(self) -> dict[str, float]:
+        """Counts what there was, for the metrics."""
+        names = ("calls", "failed_calls", "timeouts")
+        return {name: float(getattr(self, name)) for name in names}
+
+    def verdict(self) -> Verdict | None:
+        """Grades the episode; None where the class has no reward."""
+        it, reward = self._environment, self._reward
+        if callable(found := getattr(it, "get_reward", getattr(it, "reward", None))):
+            reward = self._outside(found)
+        elif found is not None:
+            reward = found
+        correct = getattr(it, "correct", None)
+        correct = self._outside(correct) if callable(correct) else correct
+        if reward is None and correct is None:
+            return None
+        reward = float(correct if reward is None else reward)
+        correct = bool(reward > 0 if correct is None else correct)
+        return Verdict(correct, f"{reward:g}", "correct" if correct else "wrong", reward)
+
+    def close(self) -> None:
+        """Lets go of what the environment holds."""
+        if callable(getattr(self._environment, "close", None)):
+            self._outside(self._environment.close)
+
+    def _step(self, text: str) -> list[Message]:
+        found, done, reward = self._outside(lambda: self._environment.step(text)), False, None
+        if isinstance(found, Mapping):
+            found, done, reward = found["observations"], found["done"], found["reward"]
+        elif isinstance(found, tuple):
+            found, reward, *ends = found
+            done = any(ends[:2])
+        if reward is not None:
+            self._reward = (self._reward or 0.0) + float(reward)
+        ended = getattr(self._environment, "is_done", None)
+        if found is None or done or (ended and self._outside(ended)):
+            return []
+        return [{"role": "user", "content": found}] if isinstance(found, str) else list(found)
+
+    def _called(self, call: Mapping | str) -> Message:
+        """Calls a tool; the model reads its answer, or what is wrong with the call."""
+        self.calls += 1
+        names = {tool.__name__ for tool in self._factory.tools}
+        name, arguments = "", {}
+        try:
+            if isinstance(call, str):
+                raise ValueError(call)
+            name, arguments = call["name"], call["arguments"]
+            if name not in names:
+                raise ValueError(f"there is no tool {name!r}, only {', '.join(sorted(names))}")
+            method = getattr(self._environment, name)
+            inspect.signature(method).bind(**arguments)
+            answer = within(self._factory.seconds, lambda: method(**arguments))
+            content = answer if isinstance(answer, str) else json.dumps(answer, default=str)
+        except Exception as error:  # it may be the model's doing
+            self.failed_calls += 1
+            self.timeouts += isinstance(error, TimeoutError)
+            content = f"Error: {str(error)[:MAX_ERROR_CHARS] or type(error).__name__}"
+        return {"role": "tool", "name": name or "tool", "content": content}
+
+    def _outside(self, call: Callable) -> Any:
+        """Calls what is no tool: its failure is not the model's."""
+        try:
+            return within(self._factory.seconds, call)
+        except Exception as error:
+            what = f"{type(error).__name__}: {str(error)[:MAX_ERROR_CHARS]}"
+            raise EnvironmentFailed(f"{self._factory.name} failed: {what}") from error
+
+
+def _constructed(make: Callable, columns: Mapping) -> Any:
+    """Makes an environment; one of SkyRL-Gym takes its settings and the row's columns."""
+    parameters = inspect.signature(make).parameters
+    known = {"env_config": {}, "extras": dict(columns)}
+    return make(**{name: value for name, value in known.items() if name in parameters})
+
+
+def _accepted(method: Callable, columns: Mapping) -> dict:
+    """Returns the columns that a method takes, all where it takes any."""
+    parameters = inspect.signature(method).parameters.values()
+    if any(it.kind is inspect.Parameter.VAR_KEYWORD for it in parameters):
+        return dict(columns)
+    return {it.name: columns[it.name] for it in parameters if it.name in columns}
+
+
+def within(seconds: float, call: Callable) -> Any:
+    """Returns what a call gives, in a thread of its own; TimeoutError where it takes too long.
+
+    A thread that hangs cannot be ended: it is left behind.
+    """
+    found: dict[str, Any] = {}
+
+    def run():
+        try:
+            value = call()
+            found["value"] = asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value
+        except BaseException as error:
+            found["error"] = error
+
+    thread = threading.Thread(target=run, name="environment", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if "error" in found:
+        raise found["error"]
+    if "value" not in found:
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    return found["value"]
+
+
+async def _awaited(value: Any) -> Any:
+    return await value
+
+
+def tool_calls(text: str) -> list[Mapping | str]:
+    """Reads the tool calls of a turn: {"name", "arguments"}, or what is wrong with one, a text.
+
+    The forms of Qwen, Hermes and SmolLM (JSON in <tool_call>, one or a list) and of Llama 3 (the
+    turn is the JSON, its arguments are "parameters").
+    """
+    blocks = _CALL.findall(text)
+    bare = text.strip().removeprefix("<|python_tag|>")
+    if not blocks and bare.startswith("{") and '"name"' in bare:
+        blocks = [bare]
+    calls: list[Mapping | str] = []
+    for block in blocks:
+        try:
+            found = json.loads(block)
+        except ValueError as error:
+            calls.append(f"the call is no JSON: {error}")
+            continue
+        for call in found if isinstance(found, list) else [found]:
+            if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+                calls.append('a call has to be {"name": ..., "arguments": {...}}')
+                continue
+            arguments = call.get("arguments", call.get("parameters", {}))
+            if not isinstance(arguments, dict):
+                calls.append(f"the arguments of {call['name']} have to be an object")
+                continue
+            calls.append({"name": call["name"], "arguments": arguments})
+    return calls
+
+
+def replayed(
+    factory: Factory, example: Example, turns: Sequence[str], answers: Sequence
+) -> Episode:
+    """Begins an episode anew and repeats its turns; EnvironmentFailed where an answer differs."""
+    episode = Episode(factory, example)
+    for text, answer in zip(turns, answers, strict=True):
+        if (found := episode.answer(text)) != answer:
+            raise EnvironmentFailed(
+                f"{factory.name} answers {found!r:.200} to a turn to which it answered "
+                f"{answer!r:.200} before: it has to be the same each time"
+            )
+    return episode
