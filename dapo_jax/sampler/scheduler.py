@@ -201,6 +201,19 @@ class Scheduler:
         self._free_DP[prefix.shard, pages] = True
         return prefix
 
+    def _drop(self, d: int, younger_than: int = -1) -> bool:
+        """Takes the pages of the youngest sample that is parked on a shard; it starts again.
+
+        Returns False where there is none that began after the admission `younger_than`.
+        """
+        held = [key for key, it in self._parked.items() if it.prefix.shard == d and len(it.pages)]
+        key = max(held, key=lambda key: self._parked[key].age, default=None)
+        if key is None or self._parked[key].age < younger_than:
+            return False
+        self._free_DP[d, self._parked[key].pages] = True
+        self._parked[key] = self._parked[key]._replace(tokens=0, pages=np.zeros(0, int))
+        return True
+
     def _ended(self, prefix: Prefix) -> None:
         """Counts a sample that has ended."""
         prefix.unfinished -= 1
@@ -269,8 +282,10 @@ class Scheduler:
         full_DB &= self._active_DB
         for d in np.flatnonzero(full_DB.sum(axis=1) > self._free_DP.sum(axis=1)).tolist():
             for b in self._by_age(d, full_DB[d]):
-                if full_DB[d, b] and not self._free_DP[d].any():
+                while full_DB[d, b] and not self._free_DP[d].any():
                     youngest = self._by_age(d, self._active_DB[d])[-1]
+                    if self._drop(d, younger_than=self._age_DB[d, youngest]):
+                        continue
                     full_DB[d, youngest] = False
                     preempted += self._preempt(d, youngest)
                 if full_DB[d, b]:
@@ -306,6 +321,14 @@ class Scheduler:
         admitted too soon has to be preempted. Returns the calls that recompute partial responses.
         """
         cache, occupied_D = self.cache, self._active_DB.sum(axis=1)
+        for d, ready in enumerate(self._ready if self._parked else ()):
+            # Those that keep pages first: they would never be free else.
+            ages = {key: parked.age for key, parked in self._parked.items()}
+            last = self._admissions
+            order = sorted(ready, key=lambda it: ages.get((it[0].group, it[1]), last))
+            self._ready[d] = collections.deque(order)
+            while ready and not occupied_D[d] and not self._free_DP[d].any() and self._drop(d):
+                pass
         most_D = np.minimum(cache.slots - occupied_D, self._ready_D())
         k_K = np.arange(most_D.max())
         growth_DK = WATERMARK_BLOCKS * (occupied_D[:, None] + k_K) * cache.block_tokens
@@ -319,10 +342,6 @@ class Scheduler:
         free_DK = self._free_DP.sum(axis=1)[:, None] - (pages_DK.cumsum(axis=1) - 1)
         fits_DK = (free_DK > growth_DK // cache.page_tokens) & (k_K < most_D[:, None])
         admitted_D = np.logical_and.accumulate(fits_DK, axis=1).sum(axis=1)
-        for d in np.flatnonzero((admitted_D + occupied_D == 0) & (most_D > 0)).tolist():
-            waiting = [(prefix.group, sample) for prefix, sample in self._ready[d]]
-            for key in [key for key in waiting if key in self._parked][-1:]:
-                self._unpark(key)  # it starts again, where parked ones have all pages
         shard_N, slot_N = np.nonzero(~self._active_DB)
         first_N = ranks(shard_N) < admitted_D[shard_N]
         shard_N, slot_N = shard_N[first_N], slot_N[first_N]

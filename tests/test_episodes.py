@@ -1,0 +1,420 @@
+"""Episodes: tokens between turns, the engine that is given them, environments and their ends."""
+
+import dataclasses
+import json
+import time
+
+import numpy as np
+import pytest
+import test_engine
+from test_engine import (
+    RUN_KEY,
+    SAMPLING,
+    SMALL,
+    build,
+    by_request,
+    chosen,
+    jit_forward,
+    random_params,
+)
+from test_tokenizer import CHATML, bpe, load
+from transformers import AutoTokenizer
+
+from dapo_jax.episodes import Answer, Environments
+from dapo_jax.sampler.session import Session, Stream
+from dapo_jax.tasks.base import graded, make_task
+from dapo_jax.tasks.environments import EnvironmentFailed, Episode, Factory, tool_calls
+from dapo_jax.types import Example, Group, Prompt, Response
+
+EXAMPLE = Example(({"role": "user", "content": "Go"},), "7", "rows", 3, {"secret": 7})
+
+# The tokens between two turns.
+
+LLAMA = (
+    "{{ '<|begin|>' }}{% for m in messages %}{{ '<|start|>' + m.role + '<|header|>\n\n' }}"
+    "{{ m.content | trim }}{{ '<|eot|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant<|header|>\n\n' }}{% endif %}"
+)
+GEMMA = (
+    "{{ '<bos>' }}{% for m in messages %}"
+    "{% if m.role == 'tool' %}{{ raise_exception('roles alternate') }}{% endif %}"
+    "{{ '<turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' + m.content | trim }}"
+    "{{ '<end>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<turn>model\n' }}{% endif %}"
+)
+MISTRAL = (
+    "{{ '<s>' }}{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content + '</s>' }}"
+    "{% else %}{{ '[INST] ' + m.content + ' [/INST]' }}{% endif %}{% endfor %}"
+)
+QWEN3 = CHATML.replace(
+    "m.content",
+    "(m.content if loop.last or m.role != 'assistant' else m.content.split('</think>\n\n')[-1])",
+)
+
+
+def folder_of(template, special, tmp_path):
+    bpe(special=("<|endoftext|>", *special)).save(str(tmp_path / "tokenizer.json"))
+    config = {"chat_template": template, "eos_token": special[-1]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("template", "special", "role"),
+    [
+        (CHATML, ("<|im_start|>", "<|im_end|>"), "tool"),
+        (QWEN3, ("<|im_start|>", "<|im_end|>"), "tool"),
+        (LLAMA, ("<|begin|>", "<|start|>", "<|header|>", "<|eot|>"), "tool"),
+        (GEMMA, ("<bos>", "<turn>", "<end>"), "user"),
+        (MISTRAL, ("<s>", "[INST]", "[/INST]", "</s>"), "user"),
+    ],
+)
+def test_prompt_turn_and_what_is_between_are_the_whole_conversation(
+    template, special, role, tmp_path
+):
+    """One token was lost at every border elsewhere: the newline behind the end that is sampled."""
+    folder = folder_of(template, special, tmp_path)
+    tokenizer, library = load(folder, chat="template"), AutoTokenizer.from_pretrained(folder)
+    asked = [{"role": "user", "content": "Higher or lower?"}]
+    turn = tokenizer.encode("50")
+    end = library.convert_tokens_to_ids(special[-1])
+    answers = [{"role": "tool", "content": "higher"}]
+    ours = [*tokenizer.encode_chat(asked), *turn, end, *tokenizer.between(answers, end)]
+    whole = [*asked, {"role": "assistant", "content": "50"}, {"role": role, "content": "higher"}]
+    how = {"tokenize": True, "add_generation_prompt": True, "return_dict": False}
+    assert ours == library.apply_chat_template(whole, **how)
+    assert tokenizer.rewrites_turns() == (template is QWEN3)
+
+
+def test_a_turn_that_ended_otherwise_gets_the_templates_end_too(tmp_path):
+    tokenizer = load(folder_of(CHATML, ("<|im_start|>", "<|im_end|>"), tmp_path), chat="template")
+    end, other = 258, 256
+    behind = tokenizer.between([{"role": "user", "content": "x"}], end)
+    assert tokenizer.between([{"role": "user", "content": "x"}], other) == [end, *behind]
+
+
+def test_published_qwen_templates_are_continued(shared):
+    folder = shared / "data" / "qwen25_tokenizer"
+    tokenizer, library = load(folder, chat="template"), AutoTokenizer.from_pretrained(folder)
+    (schema,) = Factory("x", Tools, 1.0).schemas()[:1]
+    asked = [{"role": "user", "content": "What is 6 times 7?"}]
+    turn = '<tool_call>\n{"name": "multiply", "arguments": {"a": 6, "b": 7}}\n</tool_call>'
+    answers = [{"role": "tool", "content": "42"}]
+    ours = tokenizer.encode_chat(asked, [schema])
+    ours += [*tokenizer.encode(turn), 151645, *tokenizer.between(answers, 151645)]
+    whole = [*asked, {"role": "assistant", "content": turn}, *answers]
+    how = {"tokenize": True, "add_generation_prompt": True, "return_dict": False}
+    # <tool_call> is a token of its own in a template's text, and none in what is encoded plainly.
+    text = library.decode(library.apply_chat_template(whole, tools=[schema], **how))
+    assert library.decode(ours) == text
+
+
+# The engine.
+
+
+class Scripted:
+    """Environments that answer after a random time, and end an episode after three turns."""
+
+    def __init__(self, delay=lambda: 0.0):
+        self.delay, self.waiting, self.ready = delay, 0, []
+
+    def plays(self, prompt):
+        return True
+
+    def forget(self, number):
+        pass
+
+    def ask(self, where, cursor, prompt, response):
+        turns = int(np.sum(np.diff(response.sampled_T.astype(int)) < 0)) + 1
+        tokens = [3, 50 + cursor % 7, 51, 52, 53][: 1 + turns + cursor % 3]  # 3 is a stop token
+        answer = Answer(tokens if response.stopped and turns < 3 else (), measures={"turns": turns})
+        self.waiting += 1
+        self.ready.append((time.monotonic() + self.delay(), (where, answer)))
+
+    def answers(self, *, wait):
+        while True:
+            now = time.monotonic()
+            found = sorted((it for at, it in self.ready if at <= now), key=lambda it: it[0])
+            self.ready = [it for it in self.ready if it[0] > now]
+            if found or not wait or not self.ready:
+                return found
+            time.sleep(0.001)
+
+
+ROOMY = dataclasses.replace(
+    test_engine.ROOMY, slots=20, pages=90, max_response_tokens=40, turns=True
+)
+TIGHT = dataclasses.replace(ROOMY, slots=9, pages=14)
+LONG = dataclasses.replace(SAMPLING, max_response_tokens=40)
+PROMPTS = {7: np.array([5]), 100: np.arange(10, 18), 0: np.arange(20, 29), 12: np.arange(40, 58)}
+
+
+def played(engine, params, environments):
+    session = Session(engine, params, Stream(RUN_KEY, LONG), environments=environments)
+    for cursor, prompt in PROMPTS.items():
+        session.submit(cursor, Prompt(prompt), group_size=5)
+    responses = {}
+    deadline = time.monotonic() + 20
+    while session.unfinished and time.monotonic() < deadline:
+        responses |= by_request(session.step())
+    return responses
+
+
+@pytest.fixture(scope="module")
+def reference():
+    params = random_params(SMALL)[1]
+    return params, played(*build(SMALL, ROOMY, params), Scripted())
+
+
+@pytest.mark.parametrize(("cache", "shards"), [(ROOMY, 1), (TIGHT, 1), (ROOMY, 2), (TIGHT, 2)])
+def test_an_episodes_bits_depend_on_no_schedule(cache, shards, reference):
+    """Slow answers, few pages that preempt, and shards between which samples move."""
+    params, expected = reference
+    rng = np.random.default_rng(0)
+    found = played(
+        *build(SMALL, cache, params, shards=shards), Scripted(lambda: rng.exponential(0.02))
+    )
+    assert found.keys() == expected.keys() and len(expected) == 20
+    for request, response in found.items():
+        other = expected[request]
+        assert np.array_equal(response.tokens_T, other.tokens_T), request
+        assert np.array_equal(response.behavior_logp_T, other.behavior_logp_T), request
+        assert np.array_equal(response.sampled_T, other.sampled_T), request
+        assert (response.stopped, response.measures) == (other.stopped, other.measures)
+
+
+def test_given_tokens_stand_where_the_environment_put_them(reference):
+    _, responses = reference
+    assert any(response.given_T is not None for response in responses.values())
+    for (cursor, _), response in responses.items():
+        given = np.flatnonzero(~response.sampled_T)
+        assert np.all(response.behavior_logp_T[given] == 0)
+        assert np.all(response.behavior_logp_T[response.sampled_T] != 0)
+        for i in given[np.diff(given, prepend=-2) > 1]:
+            assert response.tokens_T[i - 1] in SAMPLING.stop_ids  # a turn ended
+            assert response.tokens_T[i : i + 2].tolist() == [3, 50 + cursor % 7]
+        assert len(response.tokens_T) <= 40
+
+
+def test_a_sampled_token_sees_the_given_ones(reference):
+    """Each log-probability is that of the whole text, as one forward pass has it."""
+    params, responses = reference
+    tokens_RT = np.zeros((len(responses), 60), np.int32)
+    for row_T, ((cursor, _), response) in zip(tokens_RT, responses.items(), strict=True):
+        ids = np.append(PROMPTS[cursor], response.tokens_T)
+        row_T[: len(ids)] = ids
+    logits_RTV = np.asarray(jit_forward(random_params(SMALL)[0], params, tokens_RT))
+    for logits_TV, ((cursor, _), response) in zip(logits_RTV, responses.items(), strict=True):
+        logits_TV = logits_TV[len(PROMPTS[cursor]) - 1 :, : LONG.vocab_size] / LONG.temperature
+        logp_T = chosen(logits_TV[: len(response.tokens_T)], response.tokens_T)
+        gap_T = np.abs(response.behavior_logp_T - logp_T)[response.sampled_T]
+        assert gap_T.max() <= 1e-5
+
+
+# Contracts.
+
+
+class Tools:
+    """A class of TRL's contract: tools beside what begins and rewards an episode."""
+
+    def __init__(self):
+        self.done = False
+
+    def reset(self, secret: int, **columns) -> str:
+        self.secret, self.found = secret, []
+        return f" for {secret} steps"
+
+    def multiply(self, a: int, b: int) -> int:
+        """
+        Multiplies two numbers.
+
+        Args:
+            a: the first
+            b: the second
+        """
+        self.found.append(a * b)
+        return a * b
+
+    async def sleep(self, seconds: float) -> str:
+        """
+        Waits.
+
+        Args:
+            seconds: how long
+        """
+        time.sleep(seconds)
+        return "slept"
+
+    def get_reward(self) -> float:
+        return float(42 in self.found)
+
+
+def call(name, **arguments):
+    text = json.dumps({"name": name, "arguments": arguments})
+    return f"Let me see. <tool_call>\n{text}\n</tool_call>"
+
+
+def test_a_class_of_trls_contract_is_played():
+    factory = Factory("tools:Tools", Tools, seconds=0.3)
+    assert [schema["function"]["name"] for schema in factory.schemas()] == ["multiply", "sleep"]
+    parameters = factory.schemas()[0]["function"]["parameters"]
+    assert parameters["properties"]["a"] == {"type": "integer", "description": "the first"}
+    assert factory.introduced(EXAMPLE).text == "Go for 7 steps"
+    episode = Episode(factory, EXAMPLE)
+    (answer,) = episode.answer(call("multiply", a=6, b=7))
+    assert answer == {"role": "tool", "name": "multiply", "content": "42"}
+    for text, said in (
+        (call("multiply", a=6), "missing a required argument: 'b'"),
+        (call("divide", a=6), "there is no tool 'divide', only multiply, sleep"),
+        ("<tool_call>{6}</tool_call>", "the call is no JSON"),
+        (call("sleep", seconds=1), "no answer within 0.3 s"),
+    ):
+        assert said in episode.answer(text)[0]["content"]
+    assert episode.answer(call("sleep", seconds=0.0))[0]["content"] == "slept"
+    assert episode.answer("I am done.") == []
+    verdict = episode.verdict()
+    assert (verdict.correct, verdict.score) == (True, 1.0)
+    assert episode.measures() == {"calls": 6.0, "failed_calls": 4.0, "timeouts": 1.0}
+
+
+def test_the_forms_of_calls_are_read():
+    one = {"name": "f", "arguments": {"x": 1}}
+    assert tool_calls(call("f", x=1)) == [one]
+    assert tool_calls(f"<tool_call>[{json.dumps(one)}, {json.dumps(one)}]</tool_call>") == [one] * 2
+    assert tool_calls('{"name": "f", "parameters": {"x": 1}}') == [one]
+    assert tool_calls("f(x=1)") == []
+    (wrong,) = tool_calls('<tool_call>{"name": "f", "arguments": 1}')
+    assert wrong == "the arguments of f have to be an object"
+
+
+class Multiply:
+    """SkyRL-Gym's contract: init, and step with observations, reward and done."""
+
+    def __init__(self, env_config, extras):
+        self.truth, self.turns = extras["secret"], 0
+
+    def init(self, prompt):
+        return [*prompt, {"role": "user", "content": "!"}], {}
+
+    def step(self, action):
+        self.turns += 1
+        right = action == str(self.truth)
+        done = right or self.turns == 2
+        observations = [] if done else [{"role": "user", "content": "Try again"}]
+        return {"observations": observations, "reward": float(right), "done": done, "metadata": {}}
+
+
+class Gym:
+    """Gymnasium's contract: an observation and its info, and step's tuple of five."""
+
+    def reset(self):
+        return "?", {}
+
+    def step(self, action):
+        return "more", 0.5, action == "stop", False, {}
+
+
+def test_stepped_contracts_are_played():
+    episode = Episode(Factory("x:Multiply", Multiply, 1.0), EXAMPLE)
+    assert episode.opening == "!"
+    assert episode.answer("6") == [{"role": "user", "content": "Try again"}]
+    assert episode.answer("7") == [] and episode.verdict().score == 1.0
+    episode = Episode(Factory("x:Gym", Gym, 1.0), EXAMPLE)
+    assert episode.opening == "?"
+    assert episode.answer("on") == [{"role": "user", "content": "more"}]
+    assert episode.answer("stop") == [] and episode.verdict().score == 1.0
+
+
+class Broken:
+    """Fails in `step` so many times, or answers otherwise when it is asked again."""
+
+    failures, says = 0, iter(())
+
+    def reset(self):
+        pass
+
+    def step(self, text):
+        if text == "b" and Broken.failures > 0:
+            Broken.failures -= 1
+            raise OSError("the server is gone")
+        return next(Broken.says, "same")
+
+    reward = 1.0
+
+
+class Letters:
+    """A tokenizer of letters, whose stop token is 0."""
+
+    def decode(self, ids):
+        return "".join(chr(id) for id in ids if id)
+
+    def between(self, messages, stop_id):
+        return [ord(letter) for message in messages for letter in message["content"]]
+
+
+def asked(running, texts):
+    """Plays turns, a letter each; returns the last answer."""
+    prompt, tokens, given = Prompt(np.array([1]), EXAMPLE, "data.train"), [], []
+    for text in texts:
+        tokens += [ord(text), 0]
+        given += [False, False]
+        response = Response(np.array(tokens), np.zeros(len(tokens)), True, given_T=np.array(given))
+        running.ask((0, 0), 0, prompt, response)
+        ((_, answer),) = running.answers(wait=True)
+        tokens += answer.tokens
+        given += [True] * len(answer.tokens)
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("failures", "says", "message"),
+    [
+        (2, (), ""),
+        (3, (), r"rows, row 3: x:Broken failed: OSError: the server is gone\n  turn 1: 'a'\n  "),
+        (1, ("first", "other", "third"), "answers .*third.* to a turn to which .*first.* before"),
+    ],
+)
+def test_what_fails_outside_a_tool_is_no_wrong_answer(failures, says, message):
+    """Made anew, it gets the turns again; three times, or another answer, end the run by name."""
+    Broken.failures, Broken.says = failures, iter(says)
+    running = Environments({"data.train": Factory("x:Broken", Broken, 1.0)}, Letters(), max_turns=3)
+    if not message:
+        assert asked(running, "abc").verdict.score == 1.0
+        return
+    with pytest.raises(EnvironmentFailed, match=message):
+        asked(running, "abc")
+
+
+def test_turns_are_limited_and_a_cut_one_is_rewarded_alone():
+    Broken.failures, Broken.says = 0, iter(())
+    running = Environments({"data.train": Factory("x:Broken", Broken, 1.0)}, Letters(), max_turns=2)
+    answer = asked(running, "ab")
+    assert answer.tokens == () and answer.measures["turns"] == 2
+    assert answer.measures["environment_tokens"] == len("same")
+
+
+def test_a_task_grades_the_last_turn_where_there_is_no_reward():
+    tokens = np.array([*b"x 1", 0, *b"no", *b"Answer: 7", 0])
+    given = np.zeros(len(tokens), bool)
+    given[4:6] = True
+    response = Response(tokens, np.zeros(len(tokens)), True, given_T=given, measures={"turns": 2.0})
+    task = make_task("data.train", TASK)
+    prompt = Prompt(np.array([1]), EXAMPLE)
+    tokenizer = Letters()
+    tokenizer.opening = ""
+    (found,) = graded(Group(0, prompt, (response,)), task=task, tokenizer=tokenizer).responses
+    assert found.verdict.correct and found.verdict.measures == {"turns": 2.0}
+    assert found.text == "x 1noAnswer: 7"
+
+
+TASK = {
+    "task": "arithmetic",
+    "kind": "",
+    "rules": "strict",
+    "on_bad_row": "error",
+    "levels": (1,),
+    "count": 1,
+    "seed": 0,
+    "split": "train",
+    "args": {},
+    **dict.fromkeys(("path", "prompt_field", "answer_field", "template"), ""),
+}
