@@ -29,12 +29,13 @@ Where = tuple[int, int]  # the session's number of a group, and the sample
 class Answer(NamedTuple):
     """What an environment says to a turn: tokens to go on with, or with none the episode's end.
 
-    verdict: None where the task grades the last turn.
+    verdict: None where the task grades the last turn. is_cut: whether there was no room to go on.
     """
 
     tokens: Sequence[int] = ()
     verdict: Verdict | None = None
     measures: Mapping[str, float] | None = None
+    is_cut: bool = False
 
 
 @dataclasses.dataclass
@@ -60,12 +61,15 @@ class Environments:
         """Returns whether a prompt's data set has an environment."""
         return prompt.key in self._factories
 
-    def ask(self, where: Where, cursor: int, prompt: Prompt, response: Response) -> None:
-        """Gives a turn that ended to its environment; all processes call it alike."""
+    def ask(self, where: Where, cursor: int, prompt: Prompt, response: Response, room: int) -> None:
+        """Gives a turn that ended to its environment; all processes call it alike.
+
+        room: the tokens that the response may still have; one at least has to be sampled.
+        """
         self._asked += 1
         if hosts.is_mine(cursor):
             self._mine += 1
-            arguments = (where, prompt, response)
+            arguments = (where, prompt, response, room)
             threading.Thread(target=self._run, args=arguments, daemon=True).start()
 
     def forget(self, number: int) -> None:
@@ -91,16 +95,16 @@ class Environments:
                 raise EnvironmentFailed(answer)
         return everyone
 
-    def _run(self, where: Where, prompt: Prompt, response: Response) -> None:
+    def _run(self, where: Where, prompt: Prompt, response: Response, room: int) -> None:
         try:
-            answer = self._answered(where, prompt, response)
+            answer = self._answered(where, prompt, response, room)
         except Exception as error:
             answer = f"{prompt.example.source}, row {prompt.example.row}: {error}"
             turns = self._played[where].turns if where in self._played else []
             answer += "".join(f"\n  turn {i}: {text!r:.300}" for i, text in enumerate(turns, 1))
         self._answers.put((where, answer))
 
-    def _answered(self, where: Where, prompt: Prompt, response: Response) -> Answer:
+    def _answered(self, where: Where, prompt: Prompt, response: Response, room: int) -> Answer:
         played = self._played.setdefault(where, _Played())
         played.turns.append(self._tokenizer.decode(response.last_turn_T.tolist()))
         factory = self._factories[prompt.key]
@@ -109,27 +113,28 @@ class Environments:
                 if played.episode is None:
                     turns, answers = played.turns[:-1], played.answers
                     played.episode = replayed(factory, prompt.example, turns, answers)
-                return self._next(where, played, response)
+                return self._next(where, played, response, room)
             except EnvironmentFailed:
                 played.episode = None
                 if attempt == ATTEMPTS:
                     raise
         raise AssertionError
 
-    def _next(self, where: Where, played: _Played, response: Response) -> Answer:
-        episode, messages = played.episode, []
-        if response.stopped:
-            messages = episode.answer(played.turns[-1])
+    def _next(self, where: Where, played: _Played, response: Response, room: int) -> Answer:
+        episode, is_cut = played.episode, False
+        messages = episode.answer(played.turns[-1]) if response.stopped else []
         if messages and episode.turns < self._max_turns:
-            played.answers.append(messages)
-            stop_id = int(response.tokens_T[-1])
-            return Answer(self._tokenizer.between(messages, stop_id))
+            tokens = self._tokenizer.between(messages, int(response.tokens_T[-1]))
+            if len(tokens) < room:
+                played.answers.append(messages)
+                return Answer(tokens)
+            is_cut = True
         verdict, measures = episode.verdict(), episode.measures()
         episode.close()
         self._played.pop(where, None)
         measures["turns"] = float(len(played.turns))
         measures["environment_tokens"] = float(np.sum(~response.sampled_T))
-        return Answer(verdict=verdict, measures=measures)
+        return Answer(verdict=verdict, measures=measures, is_cut=is_cut)
 
 
 def _place(found: tuple[Where, Answer]) -> Where:

@@ -123,10 +123,11 @@ class Scripted:
     def forget(self, number):
         pass
 
-    def ask(self, where, cursor, prompt, response):
+    def ask(self, where, cursor, prompt, response, room):
         turns = int(np.sum(np.diff(response.sampled_T.astype(int)) < 0)) + 1
         tokens = [3, 50 + cursor % 7, 51, 52, 53][: 1 + turns + cursor % 3]  # 3 is a stop token
-        answer = Answer(tokens if response.stopped and turns < 3 else (), measures={"turns": turns})
+        more = response.stopped and turns < 3 and len(tokens) < room
+        answer = Answer(tokens if more else (), measures={"turns": turns})
         self.waiting += 1
         self.ready.append((time.monotonic() + self.delay(), (where, answer)))
 
@@ -358,7 +359,7 @@ def asked(running, texts):
         tokens += [ord(text), 0]
         given += [False, False]
         response = Response(np.array(tokens), np.zeros(len(tokens)), True, given_T=np.array(given))
-        running.ask((0, 0), 0, prompt, response)
+        running.ask((0, 0), 0, prompt, response, 100)
         ((_, answer),) = running.answers(wait=True)
         tokens += answer.tokens
         given += [True] * len(answer.tokens)

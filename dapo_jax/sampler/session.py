@@ -393,8 +393,9 @@ class Session:
             response = self._response(group, it)
             if group.plays:
                 group.partial[it.sample] = response
+                room = self._samplings[group.stream].max_response_tokens - it.tokens
                 where = (it.group, it.sample)
-                self._environments.ask(where, group.cursor, group.prompt, response)
+                self._environments.ask(where, group.cursor, group.prompt, response, room)
             else:
                 finished += self._ended(it.group, it.sample, response)
         return finished
@@ -419,9 +420,7 @@ class Session:
             if (group := self._groups.get(number)) is None:
                 continue  # cancelled meanwhile
             response = group.partial[sample]
-            limit = self._samplings[group.stream].max_response_tokens
-            more = len(answer.tokens)
-            if more and len(response.tokens_T) + more < limit:
+            if more := len(answer.tokens):
                 group.partial[sample] = dataclasses.replace(
                     response,
                     tokens_T=np.append(response.tokens_T, np.int32(answer.tokens)),
@@ -430,12 +429,9 @@ class Session:
                 )
                 self._scheduler.resume(number, sample)
                 continue
-            response = dataclasses.replace(
-                response,
-                stopped=response.stopped and not more,
-                verdict=answer.verdict,
-                measures=answer.measures,
-            )
+            stopped = response.stopped and not answer.is_cut
+            ended = {"verdict": answer.verdict, "measures": answer.measures}
+            response = dataclasses.replace(response, stopped=stopped, **ended)
             self._scheduler.end(number, sample)
             finished += self._ended(number, sample, response)
         return finished

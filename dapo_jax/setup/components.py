@@ -238,7 +238,8 @@ def load_data(config: ConfigDict, tokenizer: Tokenizer, *, training: bool) -> Da
 
 def environments(config: ConfigDict, data: Data, tokenizer: Tokenizer) -> Environments | None:
     """Makes what answers the turns of a session's episodes; None where no set has any."""
-    found = {key: it.environment for key, it in data.sets.items() if it.environment}
+    sets = data.sets.values()
+    found = {it.prompts[0].key: it.environment for it in sets if it.environment}
     return Environments(found, tokenizer, max_turns=config.rollout.max_turns) if found else None
 
 

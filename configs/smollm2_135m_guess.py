@@ -1,0 +1,27 @@
+"""SmolLM2-135M-Instruct plays a game of several turns: find a number by "higher" and "lower".
+
+python -m experiments.smollm2.fetch --to=runs/smollm2_135m
+python -m dapo_jax.train --config=configs/smollm2_135m_guess.py --workdir=runs/guess
+"""
+
+from configs import base, smollm2_135m
+
+
+def get_config(preset: str = ""):
+    config = smollm2_135m.get_config()
+    config.num_steps = 16
+
+    game = {
+        "task": "experiments.tasks.guess:Guesses",
+        "environment": "experiments.tasks.guess:Guess",
+    }
+    config.data.train = base.dataset(**game, count=2_000, seed=1)
+
+    config.rollout.max_prompt_tokens = 80
+    config.rollout.max_response_tokens = 160
+    config.rollout.max_turns = 5
+    config.algo.overlong_cache_tokens = 32
+
+    del config.eval.sets.sums
+    config.eval.sets.guess = base.dataset(**game, count=64, seed=2, split="test")
+    return base.apply_preset(config, preset)
