@@ -9,7 +9,7 @@ from configs import base, smollm2_135m
 
 def get_config(preset: str = ""):
     config = smollm2_135m.get_config()
-    config.num_steps = 16
+    config.num_steps = 14
 
     game = {
         "task": "experiments.tasks.guess:Guesses",
@@ -17,10 +17,9 @@ def get_config(preset: str = ""):
     }
     config.data.train = base.dataset(**game, count=2_000, seed=1)
 
-    config.rollout.max_prompt_tokens = 80
-    config.rollout.max_response_tokens = 160
-    config.rollout.max_turns = 5
-    config.algo.overlong_cache_tokens = 32
+    config.rollout.max_prompt_tokens = 64
+    config.rollout.max_response_tokens = 96
+    config.algo.overlong_cache_tokens = 16
 
     del config.eval.sets.sums
     config.eval.sets.guess = base.dataset(**game, count=64, seed=2, split="test")

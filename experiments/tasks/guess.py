@@ -9,7 +9,7 @@ from dapo_jax.tasks.readers import Columns, DataReport, Rows, templated
 from dapo_jax.types import Example, Verdict
 
 NUMBER = re.compile(r"\d+")
-TRIES = 5
+TRIES = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class Guesses:
     count: int = 600
     seed: int = 0
     split: str = "train"
-    size: int = 16
+    size: int = 8
 
     def load(self) -> tuple[list[Example], DataReport]:
         """Generates the games, one user message each; their secrets are for the environment."""
@@ -31,10 +31,7 @@ class Guesses:
         for row in range(self.count):
             first = int(rng.choice(firsts))
             secret, last = int(rng.integers(first, first + self.size)), first + self.size - 1
-            text = (
-                f"I think of a number from {first} to {last}. Guess it: say a number, and I say "
-                "whether mine is higher or lower."
-            )
+            text = f"Guess my number. It is between {first} and {last}. Answer with one number."
             with rows.reading(row):
                 columns = Columns(secret=secret)
                 rows.add(row, templated(text, "none"), str(secret), columns)
@@ -66,10 +63,10 @@ class Guess:
         if self.correct or self.tries == TRIES:
             return None
         if guess is None:
-            return "Say a number."
+            return "Answer with one number."
         if not self.says:
-            return "No. Another number?"
-        return "Higher." if self.secret > guess else "Lower."
+            return f"My number is not {guess}."
+        return f"My number is {'higher' if self.secret > guess else 'lower'} than {guess}."
 
     def get_reward(self) -> float:
         """Rewards a number that is found."""
