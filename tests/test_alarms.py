@@ -184,6 +184,12 @@ def test_the_advice_at_the_cap_is_of_the_cause(response, words):
     assert words in cap_advice(tiny.get_config(), rollouts)
 
 
+def test_tools_that_are_no_longer_called_are_an_alarm():
+    _, lines, _ = run_of([{"task/calls": calls} for calls in (2.0, 1.0, 0.1, 0.1)])
+    assert len(lines) == 1 and "0.1 tool calls, and had 2 at first" in lines[0]
+    assert not run_of([{"task/calls": 0.0}] * 3)[1]  # there are no tools
+
+
 # When a run stops.
 
 

@@ -2,11 +2,14 @@
 
 import dataclasses
 import json
+import random
 import time
 
 import numpy as np
 import pytest
 import test_engine
+from ext_tasks.retry import Retry
+from runs import SCHEDULE, rows_without_timings
 from test_engine import (
     RUN_KEY,
     SAMPLING,
@@ -18,11 +21,15 @@ from test_engine import (
     random_params,
 )
 from test_tokenizer import CHATML, bpe, load
+from test_train import programs_compiled_once, small_config  # noqa: F401  a fixture
 from transformers import AutoTokenizer
 
+from dapo_jax import train
 from dapo_jax.episodes import Answer, Environments
 from dapo_jax.sampler.session import Session, Stream
+from dapo_jax.setup import checks
 from dapo_jax.tasks.base import graded, make_task
+from dapo_jax.tasks.datasets import load_dataset
 from dapo_jax.tasks.environments import EnvironmentFailed, Episode, Factory, tool_calls
 from dapo_jax.types import Example, Group, Prompt, Response
 
@@ -419,3 +426,69 @@ TASK = {
     "args": {},
     **dict.fromkeys(("path", "prompt_field", "answer_field", "template"), ""),
 }
+
+
+# Runs.
+
+
+class Slow(Retry):
+    """Takes a random time for each turn."""
+
+    def step(self, text):
+        time.sleep(random.expovariate(200))
+        return super().step(text)
+
+
+def run(workdir, num_steps):
+    config = small_config()
+    settings = {
+        "num_steps": num_steps,
+        "rollout.max_response_tokens": 96,
+        "learner.row_tokens": 512,
+        "data.train.environment": "tests.test_episodes:Slow",
+        "eval.sets.arithmetic.environment": "tests.test_episodes:Retry",
+        "eval.every_steps": 1,
+        "checkpoint.every_steps": 1,
+    }
+    config.update_from_flattened_dict(settings)
+    train.train(config, workdir)
+    rows = rows_without_timings(workdir)
+    return [{k: v for k, v in row.items() if not k.startswith(SCHEDULE)} for row in rows]
+
+
+@pytest.mark.usefixtures("programs_compiled_once")
+def test_a_run_of_episodes_resumes_bitwise_and_says_what_they_were(tmp_path):
+    """Whatever the times that environments take."""
+    rows = run(tmp_path / "whole", 2)
+    run(tmp_path / "stopped", 1)
+    assert run(tmp_path / "stopped", 2) == rows
+    assert all(row["ratio_gap"] < 1e-5 for row in rows)
+    assert max(row["task/turns"] for row in rows) > 1
+    assert max(row["task/environment_tokens"] for row in rows) > 0
+
+
+def test_episodes_do_not_go_on_in_the_next_step_yet():
+    config = small_config()
+    config.data.train.environment, config.rollout.partial_rollout_steps = "tests.x:Y", 1
+    with pytest.raises(ValueError, match="partial_rollout_steps = 1, but episodes end in the step"):
+        checks.check(config)
+
+
+def test_a_file_for_an_environment_has_columns_and_needs_no_answer(tmp_path):
+    """Rows of one prompt are different episodes."""
+    rows = [{"prompt": "Go", "secret": n} for n in (3, 4, 4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {"path": str(tmp_path / "rows.jsonl"), "environment": "tests.test_episodes:Tools"}
+    settings |= {"system": "", "max_prompts": 0}
+    tokenizer = Letters()
+    tokenizer.rewrites_turns = lambda: True
+    tokenizer.encode_chat = lambda messages, tools: [ord(it) for it in messages[0]["content"]]
+    loaded = load_dataset(
+        "data.train", TASK | {"task": ""} | settings, tokenizer, max_prompt_tokens=99
+    )
+    assert [tokenizer.decode(p.token_ids) for p in loaded.prompts] == [
+        "Go for 3 steps",
+        "Go for 4 steps",
+    ]
+    assert [p.example.extra["secret"] for p in loaded.prompts] == [3, 4]
+    assert "rewrites earlier turns" in loaded.report.lines()[-1]

@@ -69,13 +69,14 @@ class Responses:
     prompts: list[np.ndarray]
     responses: list[np.ndarray]
     behavior_logp: list[np.ndarray]
+    given: list[np.ndarray]  # whose tokens are an environment's
     advantage_R: np.ndarray
     stopped_R: np.ndarray
 
     def take(self, indices) -> "Responses":
         fields = [getattr(self, field.name) for field in dataclasses.fields(self)]
-        lists = [[field[r] for r in indices] for field in fields[:3]]
-        return Responses(*lists, *(field[list(indices)] for field in fields[3:]))
+        lists = [[field[r] for r in indices] for field in fields[:4]]
+        return Responses(*lists, *(field[list(indices)] for field in fields[4:]))
 
     def replace(self, **changes) -> "Responses":
         return dataclasses.replace(self, **changes)
@@ -106,6 +107,7 @@ def data(params) -> Responses:
         prompts=[prompts[0]] * 4 + [prompts[1]] * 4,
         responses=[rng.integers(0, VOCAB, n).astype(np.int32) for n in lengths],
         behavior_logp=[np.zeros(n, np.float32) for n in lengths],
+        given=[np.zeros(n, bool) for n in lengths],
         advantage_R=np.array([1.5, -0.5, -0.5, -0.5, 0.9, -0.9, 0.9, -0.9], np.float32),
         stopped_R=np.ones(8, bool),
     )
@@ -118,7 +120,9 @@ def data(params) -> Responses:
 def groups_of(data: Responses, *, group_size: int) -> list[Group]:
     """Puts the responses into groups, each with the prompt of its first."""
     fields = (data.responses, data.behavior_logp, data.stopped_R)
-    responses = [Response(*one) for one in zip(*fields, strict=True)]
+    responses = [
+        Response(*one, given_T=given_T) for *one, given_T in zip(*fields, data.given, strict=True)
+    ]
     return [
         Group(i, Prompt(data.prompts[i], None), tuple(responses[i : i + group_size]))
         for i in range(0, len(responses), group_size)
@@ -173,7 +177,7 @@ def plain_rows(data: Responses) -> dict[str, np.ndarray]:
         pairs = zip(data.prompts, values, strict=True)
         return padded([np.append(np.zeros(len(prompt) - 1), value) for prompt, value in pairs])
 
-    is_response_RT = predicted([np.ones(n) for n in data.length_R]) > 0
+    is_response_RT = predicted([~given_T for given_T in data.given]) > 0
     trained_RT = is_response_RT & data.stopped_R[:, None]
     return {
         "ids_RT": padded(list(map(np.append, data.prompts, data.responses))),
@@ -293,6 +297,31 @@ def test_filtered_responses_add_nothing_and_do_not_count(params, data, expected)
     left = data.take(np.flatnonzero(stopped_R))
     assert distance(filtered, gradient(params, batch_of(left))) < TOLERANCE
     assert_bitwise_equal(batch_of(cut, overlong_filtering=False), batch_of(data))
+
+
+@pytest.mark.parametrize("loss", [plain_dapo, plain_gspo])
+def test_an_environments_tokens_are_read_and_never_trained_on(params, data, loss):
+    """Elsewhere an end token that was appended, not sampled, made the ratio explode."""
+    rng = np.random.default_rng(5)
+    given = [(rng.random(n) < 0.4) & (np.arange(n) > 0) for n in data.length_R]
+    data = data.replace(given=given)
+    expected = plain(params, data, token_loss=loss)
+    unknown = [
+        np.where(g, -60.0, b).astype(np.float32)
+        for g, b in zip(given, data.behavior_logp, strict=True)
+    ]
+    data = data.replace(behavior_logp=unknown)
+    how = {} if loss is plain_dapo else {"ratio": "sequence", "old_logprobs": "sampler"}
+    learning = dataclasses.replace(LEARNING, **how)
+    batch = batch_of(data, group_size=4)
+    assert batch.is_response_BT.sum() == sum(np.sum(~given_T) for given_T in given)
+    assert distance(gradient(params, batch, learning), expected[1]) < TOLERANCE
+    metrics = run_update(params, batch, learning)[1]
+    np.testing.assert_allclose(metrics["loss"], expected[0], rtol=1e-5)
+    assert all(np.isfinite(metrics[name]) for name in ("ratio_gap", "entropy", "mean_prob"))
+    others = [np.where(g, (r + 1) % VOCAB, r) for g, r in zip(given, data.responses, strict=True)]
+    changed = data.replace(responses=others)
+    assert distance(gradient(params, batch_of(changed, group_size=4), learning), expected[1]) > 0.01
 
 
 def test_the_metrics_are_means_over_the_response_tokens(params, data):

@@ -30,6 +30,8 @@ COLLAPSED = 0.01  # of the entropy of the run's first step
 ANSWERLESS = 0.99  # of the responses
 SOLVED = 0.95  # of the responses
 BROKEN = 0.5  # share of responses without finite log-probabilities at which a run stops
+FORGOTTEN = 0.1  # of the first step's tool calls
+CALLS = "task/calls"
 REPEAT_STEPS = 20  # an alarm that stays is said again every so many steps
 
 
@@ -169,6 +171,13 @@ ALARMS: tuple[Alarm, ...] = (
         f"{row['entropy_first']:.2g} at first: the policy falls apart, or has no trained weights. "
         "Look at " + of.values("learner.learning_rate", "model.path")
     )),
+    Alarm("no_calls", f"Fewer than {FORGOTTEN:.0%} of the first step's tool calls.",
+          lambda row, of: row.get(CALLS, 0) < FORGOTTEN * row.get(f"{CALLS}_first", 0),
+          lambda row, of: (
+        f"an episode has {row[CALLS]:.2g} tool calls, and had {row[f'{CALLS}_first']:.2g} at first: "
+        "the policy has given up its tools. Does the reward need them? Look at data.train, "
+        + of.values("learner.learning_rate")
+    )),
     Alarm("ratio_gap", f"ratio_gap over alarms.max_ratio_gap (0: {RATIO_GAP}).",
           lambda row, of: row.get("ratio_gap", 0.0) > of.ratio_gap, lambda row, of: (
         f"sampler and learner disagree: the first update's ratio is off by {row['ratio_gap']:.2g} "
@@ -241,8 +250,9 @@ class Alarms:
         if not np.isfinite(done.reward_PG).all():
             self.bad = "a reward"
         row |= {"updates_skipped_in_a_row": in_a_row, "alarms": 0}
-        if (first := before.get("entropy_first", row.get("entropy"))) is not None:
-            row["entropy_first"] = first
+        for key in ("entropy", CALLS):
+            if (first := before.get(f"{key}_first", row.get(key))) is not None:
+                row[f"{key}_first"] = first
         for alarm in ALARMS:
             key = f"alarm/{alarm.name}"
             count, was = 0, before.get(key, 0)
