@@ -174,8 +174,8 @@ ALARMS: tuple[Alarm, ...] = (
     Alarm("no_calls", f"Fewer than {FORGOTTEN:.0%} of the first step's tool calls.",
           lambda row, of: row.get(CALLS, 0) < FORGOTTEN * row.get(f"{CALLS}_first", 0),
           lambda row, of: (
-        f"an episode has {row[CALLS]:.2g} tool calls, and had {row[f'{CALLS}_first']:.2g} at first: "
-        "the policy has given up its tools. Does the reward need them? Look at data.train, "
+        f"an episode has {row[CALLS]:.2g} tool calls, and had {row[f'{CALLS}_first']:.2g} at first:"
+        " the policy has given up its tools. Does the reward need them? Look at data.train, "
         + of.values("learner.learning_rate")
     )),
     Alarm("ratio_gap", f"ratio_gap over alarms.max_ratio_gap (0: {RATIO_GAP}).",
