@@ -482,7 +482,7 @@ def test_a_file_for_an_environment_has_columns_and_needs_no_answer(tmp_path):
     settings |= {"system": "", "max_prompts": 0}
     tokenizer = Letters()
     tokenizer.rewrites_turns = lambda: True
-    tokenizer.encode_chat = lambda messages, tools: [ord(it) for it in messages[0]["content"]]
+    tokenizer.encode_chat = lambda messages, tools=(): [ord(it) for it in messages[0]["content"]]
     loaded = load_dataset(
         "data.train", TASK | {"task": ""} | settings, tokenizer, max_prompt_tokens=99
     )
@@ -491,4 +491,5 @@ def test_a_file_for_an_environment_has_columns_and_needs_no_answer(tmp_path):
         "Go for 4 steps",
     ]
     assert [p.example.extra["secret"] for p in loaded.prompts] == [3, 4]
-    assert "rewrites earlier turns" in loaded.report.lines()[-1]
+    no_tools, rewritten = loaded.report.lines()[-2:]
+    assert "shows no tools" in no_tools and "rewrites earlier turns" in rewritten

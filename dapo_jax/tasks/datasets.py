@@ -56,6 +56,9 @@ def load_dataset(
             environment = Factory.of(key, name, environment_seconds)
             examples = [environment.introduced(example) for example in examples]
             tools = environment.schemas()
+            first = examples[0].prompt if examples and tools else ()
+            if first and tokenizer.encode_chat(first, tools) == tokenizer.encode_chat(first):
+                notes = (*notes, "the chat template shows no tools: tell of them in the prompts")
             if tokenizer.rewrites_turns():
                 note = "the chat template rewrites earlier turns: here they stay as sampled"
                 notes = (*notes, note)
