@@ -10,6 +10,7 @@ from configs import base, smollm2_135m
 def get_config(preset: str = ""):
     config = smollm2_135m.get_config()
     config.num_steps = 14
+    config.updates_per_step = 2
 
     game = {
         "task": "experiments.tasks.guess:Guesses",
@@ -17,10 +18,13 @@ def get_config(preset: str = ""):
     }
     config.data.train = base.dataset(**game, count=2_000, seed=1)
 
+    config.rollout.num_prompts = 8
+    config.rollout.generation_prompts = 16
     config.rollout.max_prompt_tokens = 64
     config.rollout.max_response_tokens = 96
     config.algo.overlong_cache_tokens = 16
 
     del config.eval.sets.sums
+    config.eval.every_steps = 7
     config.eval.sets.guess = base.dataset(**game, count=64, seed=2, split="test")
     return base.apply_preset(config, preset)
