@@ -3,12 +3,14 @@
 import dataclasses
 import json
 import random
+import re
 import time
 
 import numpy as np
 import pytest
 import test_engine
 from ext_tasks.retry import Retry
+from processes import ROOT
 from runs import SCHEDULE, rows_without_timings
 from test_engine import (
     RUN_KEY,
@@ -32,6 +34,7 @@ from dapo_jax.tasks.base import graded, make_task
 from dapo_jax.tasks.datasets import load_dataset
 from dapo_jax.tasks.environments import EnvironmentFailed, Episode, Factory, tool_calls
 from dapo_jax.types import Example, Group, Prompt, Response
+from experiments.tasks.guess import Guess, Guesses, Silent
 
 EXAMPLE = Example(({"role": "user", "content": "Go"},), "7", "rows", 3, {"secret": 7})
 
@@ -282,6 +285,39 @@ def test_a_class_of_trls_contract_is_played():
     verdict = episode.verdict()
     assert (verdict.correct, verdict.score) == (True, 1.0)
     assert episode.measures() == {"calls": 6.0, "failed_calls": 4.0, "timeouts": 1.0}
+
+
+def test_the_guides_environment_of_30_lines_works_as_it_is_written():
+    guide = (ROOT / "dapo_jax" / "tasks" / "README.md").read_text()
+    part = guide[guide.index("## Episodes") : guide.index("## The verifier's rules")]
+    (code,) = re.findall(r"```python\n(.*?)```", part, re.DOTALL)
+    assert len(code.splitlines()) <= 40
+    exec(code, module := {"__name__": "shop"})
+    factory = Factory("shop:Shop", module["Shop"], 1.0)
+    assert [schema["function"]["name"] for schema in factory.schemas()] == ["pay", "price"]
+    example = dataclasses.replace(EXAMPLE, extra={"things": ["pear", "plum"]})
+    assert factory.introduced(example).text == "Go You want pear, plum."
+    episode = Episode(factory, example)
+    assert episode.answer(call("price", thing="fig"))[0]["content"] == "Error: 'fig'"
+    assert episode.answer(call("price", thing="pear"))[0]["content"] == "4"
+    assert episode.answer(call("pay", amount=6))[0]["content"] == "thank you"
+    assert episode.answer("Done") == [] and episode.verdict().correct
+
+
+def test_the_game_of_experiments_is_won_by_halving():
+    task = Guesses(count=20, split="test")
+    examples, _ = task.load()
+    for example in examples:
+        episode = Episode(Factory("x:Guess", Guess, 1.0), example)
+        low, high = map(int, re.findall(r"\d+", example.text))
+        answer = "begin"
+        while answer:
+            middle = (low + high) // 2
+            answer = episode.answer(f"It is {middle}.")
+            low, high = (middle + 1, high) if "higher" in str(answer) else (low, middle - 1)
+        assert episode.verdict().correct
+    silent = Episode(Factory("x:Silent", Silent, 1.0), examples[0])
+    assert silent.answer("1") == [{"role": "user", "content": "My number is not 1."}]
 
 
 def test_the_forms_of_calls_are_read():

@@ -43,8 +43,8 @@ def riding(tmp_path_factory):
     sessions, alive, update = [], [], train.update
 
     class Kept(train.Session):
-        def __init__(self, *args):
-            super().__init__(*args)
+        def __init__(self, *args, **how):
+            super().__init__(*args, **how)
             sessions.append(weakref.ref(self))
 
     def counted(*args):
