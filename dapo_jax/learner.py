@@ -272,12 +272,9 @@ def micro_batch_loss(params, start_weights, micro: Batch, *, graph, mesh, learni
         reference_logp_BT, _ = chosen_logprobs(*run(start_weights, None), micro.target_BT, **head)
     micro = dataclasses.replace(micro, num_micro=None, reference_logp_BT=reference_logp_BT)
     evaluate = head_loss if learning.ratio == "token" else head_loss_of_rows
-
-    def loss_of(logp, token):
-        return token_loss(logp, token, learning)[0]
-
-    loss, logp_BT, entropy_BT = evaluate(x_BTD, head_DV, micro.target_BT, micro, loss_of, **head)
-    return loss, metric_sums(logp_BT, entropy_BT, micro, learning)
+    loss_of = functools.partial(token_loss, learning=learning)
+    loss, *found = evaluate(x_BTD, head_DV, micro.target_BT, micro, loss_of, **head)
+    return loss, metric_sums(micro, *found)
 
 
 def old_logprobs(params, start_weights, batch: Batch, *, graph, mesh, learning: Learning):
@@ -302,9 +299,8 @@ def old_logprobs(params, start_weights, batch: Batch, *, graph, mesh, learning: 
         return jax.lax.fori_loop(0, batch.num_micro, of_micro_batch, batch.behavior_logp_BT)
 
 
-def metric_sums(logp_BT, entropy_BT, token: Batch, learning: Learning):
+def metric_sums(token: Batch, logp_BT, entropy_BT, indicators):
     """Sums each metric over the response tokens, those of the loss included."""
-    _, indicators = token_loss(logp_BT, token, learning)
     gap_BT = jnp.abs(importance_ratio(logp_BT, token.behavior_logp_BT) - 1.0)
     per_token = indicators | {
         "tokens": jnp.ones_like(logp_BT),

@@ -48,10 +48,11 @@ def chosen_logprobs(x_BTD, head_DV, target_BT, *, temperature, vocab_size, mesh:
 def head_loss(
     x_BTD, head_DV, target_BT, tokens, token_loss, *, temperature, vocab_size, mesh: Mesh
 ):
-    """Sums the tokens' losses: (sum, log pi(target), entropy of pi), the latter without gradient.
+    """Sums the tokens' losses: (sum, log pi(target), entropy of pi, the loss's indicators).
 
-    token_loss(logp_C, tokens_C) -> loss_C, a loss of each token by itself; tokens: a tree of
-    [B, T] arrays of which it gets the chunk's. A token whose entries are zero must have loss zero.
+    token_loss(logp_C, tokens_C) -> (loss_C, indicators: a tree of [C]), of each token by itself;
+    tokens: a tree of [B, T] arrays of which it gets the chunk's. A token whose entries are zero
+    must have loss zero. The sum alone has a gradient.
     Gradients are computed with the value, chunk by chunk, since the loss of a chunk is all that
     they take: three products with the head and not the four of one that is computed again (Chen et
     al. 2016, arXiv 1604.06174). They are summed in float32, over chunks and devices too.
@@ -65,13 +66,16 @@ def head_loss(
             loss, d_head_DV = carry
             x_CD, target_C, tokens_C = xs
             pi = _Chosen(x_CD, target_C, head_DV, **how)
-            loss_C, pull = jax.vjp(lambda logp_C: token_loss(logp_C, tokens_C), pi.logp_C)
+            loss_C, pull, indicators = jax.vjp(
+                lambda logp_C: token_loss(logp_C, tokens_C), pi.logp_C, has_aux=True
+            )
             (d_logp_C,) = pull(jnp.ones_like(loss_C))
             d_logits_CV = pi.d_logits_CV(d_logp_C).astype(head_DV.dtype)
             d_x_CD = _product("CV,DV->CD", d_logits_CV, head_DV)
             d_x_CD = _over("model", jax.lax.psum, d_x_CD, mesh).astype(x_CD.dtype)
             d_head_DV = d_head_DV + _product("CD,CV->DV", x_CD, d_logits_CV)
-            return (loss + jnp.sum(loss_C), d_head_DV), (d_x_CD, pi.logp_C, pi.entropy_C)
+            outputs = (d_x_CD, pi.logp_C, pi.entropy_C, indicators)
+            return (loss + jnp.sum(loss_C), d_head_DV), outputs
 
         start = (jnp.float32(0), jnp.zeros(head_DV.shape, jnp.float32))
         xs = _chunks((x_BTD, target_BT, tokens_BT))
@@ -86,7 +90,7 @@ def head_loss(
 
     leaves, structure = jax.tree.flatten(tokens)
     one, head, rows = rules.EVERYWHERE, rules.HEAD, rules.BATCH
-    outputs = (one, head, rows, rows, rows)
+    outputs = (one, head, rows, rows, rows, rows)
     split = rules.by_vocabulary(local, mesh, rows=1 + len(leaves), outputs=outputs)
 
     @jax.custom_vjp
@@ -102,27 +106,28 @@ def head_loss(
         return jax.tree.map(lambda d: (cotangents[0] * d).astype(d.dtype), gradients)
 
     loss_and_chosen.defvjp(forward, backward)
-    loss, logp_BT, entropy_BT = loss_and_chosen(x_BTD, head_DV)
-    return loss, jax.lax.stop_gradient(logp_BT), jax.lax.stop_gradient(entropy_BT)
+    loss, *chosen = loss_and_chosen(x_BTD, head_DV)
+    return loss, *jax.lax.stop_gradient(chosen)
 
 
 def head_loss_of_rows(x_BTD, head_DV, target_BT, tokens, rows_loss, **how):
     """Does what `head_loss` does, for a loss of a token that depends on others in its row.
 
-    rows_loss(logp_BT, tokens) -> loss_BT. A first pass gives all log-probabilities, at which the
+    rows_loss(logp_BT, tokens) -> (loss_BT, indicators). A first pass gives all log-probabilities, at which the
     loss and its slopes are computed; the second has the gradient of slope * logp, token by token,
     which is that of the loss.
     """
 
     def total(logp_BT):
-        return jnp.sum(rows_loss(logp_BT, tokens))
+        loss_BT, indicators = rows_loss(logp_BT, tokens)
+        return jnp.sum(loss_BT), indicators
 
     logp_BT, _ = chosen_logprobs(*jax.lax.stop_gradient((x_BTD, head_DV)), target_BT, **how)
-    loss, slope_BT = jax.value_and_grad(total)(logp_BT)
-    linear, logp_BT, entropy_BT = head_loss(
-        x_BTD, head_DV, target_BT, slope_BT, lambda logp_C, slope_C: slope_C * logp_C, **how
+    (loss, indicators), slope_BT = jax.value_and_grad(total, has_aux=True)(logp_BT)
+    linear, logp_BT, entropy_BT, _ = head_loss(
+        x_BTD, head_DV, target_BT, slope_BT, lambda logp_C, slope_C: (slope_C * logp_C, {}), **how
     )
-    return loss + (linear - jax.lax.stop_gradient(linear)), logp_BT, entropy_BT
+    return loss + (linear - jax.lax.stop_gradient(linear)), logp_BT, entropy_BT, indicators
 
 
 class _Chosen:
@@ -179,4 +184,6 @@ def _chunks(arrays):
 def _whole(arrays, shape):
     """Puts [chunks, C, ...] arrays together as [B, T, ...]."""
     B, T = shape
-    return tuple(a.reshape(-1, *a.shape[2:])[: B * T].reshape(B, T, *a.shape[2:]) for a in arrays)
+    return jax.tree.map(
+        lambda a: a.reshape(-1, *a.shape[2:])[: B * T].reshape(B, T, *a.shape[2:]), arrays
+    )

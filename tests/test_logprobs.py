@@ -29,8 +29,8 @@ def inputs(T, *, scale=1.0):
 
 
 def token_loss(logp, tokens):
-    """Tells the tokens apart, and is not linear in the log-probability."""
-    return tokens["weight"] * (logp + 0.1 * logp**2)
+    """Tells the tokens apart, is not linear in the log-probability, and has an indicator."""
+    return tokens["weight"] * (logp + 0.1 * logp**2), {"half": 0.5 * logp}
 
 
 @jit
@@ -41,8 +41,9 @@ def whole_gradient(x_BTD, head_DV, target_BT, weight_BT):
     logp_BTV = jax.nn.log_softmax(logits_BTV)
     logp_BT = jnp.take_along_axis(logp_BTV, target_BT[..., None], axis=-1)[..., 0]
     entropy_BT = -jnp.sum(jnp.exp(logp_BTV) * logp_BTV, axis=-1)
-    loss = jnp.sum(token_loss(logp_BT, {"weight": weight_BT}))
-    return -3 * loss, (loss, logp_BT, entropy_BT)
+    loss_BT, indicators = token_loss(logp_BT, {"weight": weight_BT})
+    loss = jnp.sum(loss_BT)
+    return -3 * loss, (loss, logp_BT, entropy_BT, indicators["half"])
 
 
 @functools.cache
@@ -58,6 +59,7 @@ def chunked(mesh, head_loss=head_loss):
     def loss(x_BTD, head_DV, target_BT, weight_BT):
         tokens = {"weight": weight_BT}
         loss, *chosen = head_loss(x_BTD, head_DV, target_BT, tokens, token_loss, **how)
+        chosen[-1] = chosen[-1]["half"]
         return -3 * loss + jnp.sum(jnp.stack(chosen)), (loss, *chosen)
 
     alone = jit(functools.partial(chosen_logprobs, **how))
@@ -79,7 +81,7 @@ def test_values_loss_and_gradients_equal_those_of_the_whole_softmax(mesh, T, hea
     (_, (loss, *chosen)), gradient = program(*given)
     (_, (expected_loss, *expected)), expected_gradient = whole_gradient(*given)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5, atol=1e-5)
-    for values in (chosen, alone(*given[:3])):
+    for values in (chosen, (*alone(*given[:3]), expected[-1])):
         for got, want in zip(values, expected, strict=True):
             assert got.shape == (B, T)
             assert got.dtype == jnp.float32

@@ -96,12 +96,12 @@ def fit(
             remat="none",
         )
         weight_BT = target_BT[:, 1:]
-        loss, _, _ = head_loss(
+        loss, *_ = head_loss(
             x_BTD[:, :-1],
             model.head(),
             tokens_BT[:, 1:],
             weight_BT,
-            lambda logp, weight: -logp * weight,
+            lambda logp, weight: (-logp * weight, {}),
             temperature=1.0,
             vocab_size=vocab_size,
             mesh=mesh,
