@@ -113,9 +113,9 @@ def head_loss(
 def head_loss_of_rows(x_BTD, head_DV, target_BT, tokens, rows_loss, **how):
     """Does what `head_loss` does, for a loss of a token that depends on others in its row.
 
-    rows_loss(logp_BT, tokens) -> (loss_BT, indicators). A first pass gives all log-probabilities, at which the
-    loss and its slopes are computed; the second has the gradient of slope * logp, token by token,
-    which is that of the loss.
+    rows_loss(logp_BT, tokens) -> (loss_BT, indicators). A first pass gives all log-probabilities,
+    at which the loss and its slopes are computed; the second has the gradient of slope * logp,
+    token by token, which is that of the loss.
     """
 
     def total(logp_BT):

@@ -1,99 +1,103 @@
 """Collects one step's rollouts: samples and grades a stream until enough is informative."""
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from dapo_jax.algorithm import above_lowest, first_informative, shaped_reward
+from dapo_jax.algorithm import (
+    above_lowest,
+    first_informative,
+    informative_groups,
+    shaped_reward,
+)
 from dapo_jax.grading import Graded, Grading
 from dapo_jax.sampler.session import Session
-from dapo_jax.types import (
-    TRAINING,
-    Group,
-    PartialGroup,
-    Prompt,
-    Rollouts,
-    RolloutStats,
-)
+from dapo_jax.types import TRAINING, Group, PartialGroup, Prompt, Rollouts, RolloutStats
 
 # Of the slots are idle when partial rollouts issue prompts: a prefill of one costs as
 # much as one of many.
 IDLE_SHARE = 1 / 32
 
 
+@dataclasses.dataclass(frozen=True)
+class StepPlan:
+    """What each step of a run samples, whatever the policy and the place in the stream.
+
+    prompt_at(cursor): the stream's prompts. grade(group): the group with texts and verdicts.
+    success(group): bool [G]; a group is informative if some but not all of it is. max_prompts: that
+    a step issues. max_tokens: of a response. partial_rollout_steps: for which a group goes on at
+    most; 0: no group does.
+    """
+
+    prompt_at: Callable[[int], Prompt]
+    grade: Callable[[Group], Group]
+    group_size: int
+    num_prompts: int
+    max_prompts: int
+    max_tokens: int
+    dynamic_sampling: bool = True
+    partial_rollout_steps: int = 0
+    success: Callable[[Group], np.ndarray] = operator.attrgetter("correct_G")
+
+
 def collect(
     session: Session,
-    prompt_at: Callable[[int], Prompt],
-    grade: Callable[[Group], Group],
+    plan: StepPlan,
     cursor: int,
     partial: Sequence[PartialGroup] = (),
     *,
-    group_size: int,
-    num_prompts: int,
-    max_prompts: int,
     expected_rate: float,
-    dynamic_sampling: bool,
     report: Callable[[str], None],
-    partial_rollout_steps: int = 0,
-    success: Callable[[Group], np.ndarray] = operator.attrgetter("correct_G"),
     on_other_groups: Callable[[Sequence[Group]], None] = lambda finished: None,
 ) -> Rollouts:
     """Samples a stream of groups until `num_prompts` are informative (dynamic sampling, Eq. 11).
 
-    A group is informative if some but not all of it is a success: bool [G], by default raw
-    correctness; without dynamic sampling all groups count. The policy is frozen meanwhile. Groups
-    are graded in the background. `InOrder` says which prompts are issued and which groups are kept;
-    with `partial_rollout_steps`, the most steps for which a group goes on, `AnyOrder`. After
-    `max_prompts` there may be fewer groups than wanted, or none. Groups of other streams, submitted
-    before, are sampled in order, and stay unfinished when training has its groups.
+    Without dynamic sampling all groups count. The policy is frozen meanwhile. Groups are graded in
+    the background. `InOrder` says which prompts are issued and which groups are kept; with partial
+    rollouts `AnyOrder`. After `max_prompts` there may be fewer groups than wanted, or none. Groups
+    of other streams, submitted before, are sampled in order, and stay unfinished when training has
+    its groups.
 
-    prompt_at(cursor): the stream's prompts. grade(group): the group with texts and verdicts.
     partial: the groups of the step before that go on. expected_rate: the share of informative
     groups before there are any. on_other_groups: takes other streams' finished groups.
     """
-    keeps = partial_rollout_steps > 0
-    if keeps and not dynamic_sampling:
+    keeps, success = plan.partial_rollout_steps > 0, plan.success
+    if keeps and not plan.dynamic_sampling:
         expected_rate, success = 1.0, lambda group: np.array([True, False])
-    graded = Graded(cursor, success, prior_rate=expected_rate, prior_groups=num_prompts / 4)
-    most = max_prompts if dynamic_sampling or keeps else num_prompts
-    step = InOrder(session, graded, cursor, num_prompts, most, dynamic_sampling)
-    if keeps:
-        step = AnyOrder(
-            **vars(step),
-            due={it.cursor for it in partial if it.age_steps >= partial_rollout_steps},
-            num_partial=len(partial),
-            most_groups=num_prompts * (1 + partial_rollout_steps),
-        )
+    graded = Graded(cursor, success, prior_rate=expected_rate, prior_groups=plan.num_prompts / 4)
+    how = {"group_size": plan.group_size, "keeps": keeps}
+    step = (AnyOrder if keeps else InOrder)(session, graded, cursor, plan, partial)
     ended, under_way = [], set(session.unfinished)
     for it in partial:
         if not any(it.unfinished_G):
-            ended.append(Group(it.cursor, prompt_at(it.cursor), it.responses))
+            ended.append(Group(it.cursor, plan.prompt_at(it.cursor), it.responses))
         elif (TRAINING, it.cursor) not in under_way:
-            prompt = prompt_at(it.cursor)
-            session.submit(it.cursor, prompt, group_size=group_size, partial=it, keeps=True)
-    with Grading(grade) as grading:
+            session.submit(it.cursor, plan.prompt_at(it.cursor), partial=it, **how)
+    with Grading(plan.grade) as grading:
         graded.add([*grading.exchange(ended), *grading.exchange([])])
         while not step.has_enough():
             for place in step.prompts():
-                session.submit(place, prompt_at(place), group_size=group_size, keeps=keeps)
+                session.submit(place, plan.prompt_at(place), **how)
             found = f"{len(graded.informative)} informative of {len(graded.groups)} groups"
-            report(f"rollout: {found}, {num_prompts} wanted")
+            report(f"rollout: {found}, {plan.num_prompts} wanted")
             done = session.step(more=step.wants_more()) if session.unfinished else []
             on_other_groups([group for group in done if group.stream != TRAINING])
             graded.add(grading.exchange([group for group in done if group.stream == TRAINING]))
         if keeps:
             graded.add(grading.exchange([]))
     sampled, end, go_on = step.result()
-    kept = np.arange(min(num_prompts, len(sampled)))
-    if dynamic_sampling:
-        success_PG = np.stack([success(group) for group in sampled])
-        kept = first_informative(success_PG, num_prompts=num_prompts)
-    requests = step.issued * group_size
+    success_PG = np.stack([plan.success(group) for group in sampled])
+    kept = first_informative(success_PG, num_prompts=plan.num_prompts)
+    if not plan.dynamic_sampling:
+        kept = np.arange(min(plan.num_prompts, len(sampled)))
+    requests = step.issued * plan.group_size
     return Rollouts(
         sampled=sampled,
         kept=kept,
+        informative=informative_groups(success_PG),
         cursor=end,
         issued=len(sampled) if keeps else step.issued,
         stats=rollout_stats(session, requests=requests, grading_seconds=grading.seconds),
@@ -114,19 +118,20 @@ class InOrder:
     session: Session
     graded: Graded
     cursor: int
-    num_prompts: int
-    max_prompts: int
-    dynamic_sampling: bool
+    plan: StepPlan
+    partial: Sequence[PartialGroup]
     issued: int = 0
 
     @property
     def end(self) -> int:
         """The cursor behind all groups that can be kept."""
         # No group behind enough informative ones can be among the first.
-        informative = self.graded.informative
-        if self.dynamic_sampling and len(informative) >= self.num_prompts:
-            return informative[self.num_prompts - 1] + 1
-        return self.cursor + self.max_prompts
+        informative, plan = self.graded.informative, self.plan
+        if not plan.dynamic_sampling:
+            return self.cursor + plan.num_prompts
+        if len(informative) >= plan.num_prompts:
+            return informative[plan.num_prompts - 1] + 1
+        return self.cursor + plan.max_prompts
 
     def has_enough(self) -> bool:
         """Returns whether all groups up to the last kept one are graded; cancels those behind."""
@@ -138,7 +143,7 @@ class InOrder:
     def prompts(self) -> Iterator[int]:
         """Yields the cursors of the prompts to issue before the next block."""
         while self.cursor + self.issued < self.end:
-            if self.dynamic_sampling and not (self.session.idle_slots and self.wants_more()):
+            if self.plan.dynamic_sampling and not (self.session.idle_slots and self.wants_more()):
                 return
             self.issued += 1
             yield self.cursor + self.issued - 1
@@ -146,8 +151,8 @@ class InOrder:
     def wants_more(self) -> bool:
         """Returns whether prompts would be issued if there were idle slots."""
         expected = self.graded.expected_informative(self.issued)
-        open_ = self.dynamic_sampling and self.cursor + self.issued < self.end
-        return open_ and expected < self.num_prompts
+        open_ = self.plan.dynamic_sampling and self.cursor + self.issued < self.end
+        return open_ and expected < self.plan.num_prompts
 
     def result(self) -> tuple[list[Group], int, list[PartialGroup]]:
         """Returns (the groups up to the last one kept, the next cursor, none that goes on)."""
@@ -165,23 +170,25 @@ class AnyOrder(InOrder):
     The complete groups that come first in prompt order are kept; other informative ones go on,
     complete as they are. A step ends once the groups that are `due`, as old as a group may be, are
     complete; those of them that it has no use for are discarded. So that there are few, no more
-    prompts are issued than give `most_groups` by the share of informative ones that was expected. A
-    step that finds nothing partial waits for the first groups in prompt order, as `InOrder` does:
-    those that are complete first are the short ones.
+    prompts are issued than give each step that a group goes on its groups, by the share of
+    informative ones that was expected. A step that finds nothing partial waits for the first groups
+    in prompt order, as `InOrder` does: those that are complete first are the short ones.
     """
 
-    due: set[int] = frozenset()
-    num_partial: int = 0
-    most_groups: int = 0
+    @functools.cached_property
+    def due(self) -> set[int]:
+        """The cursors of the groups that may go on no more."""
+        most = self.plan.partial_rollout_steps
+        return {it.cursor for it in self.partial if it.age_steps >= most}
 
     def has_enough(self) -> bool:
         """Returns whether enough groups are complete, and none that is waited for is not."""
         waiting, informative = self.session.unfinished, self.graded.informative
-        if len(informative) < self.num_prompts:
-            return self.issued == self.max_prompts and not waiting
-        last = informative[self.num_prompts - 1]
+        if len(informative) < self.plan.num_prompts:
+            return self.issued == self.plan.max_prompts and not waiting
+        last = informative[self.plan.num_prompts - 1]
         return not any(
-            stream != TRAINING or place in self.due or (not self.num_partial and place < last)
+            stream != TRAINING or place in self.due or (not self.partial and place < last)
             for stream, place in waiting
         )
 
@@ -194,14 +201,16 @@ class AnyOrder(InOrder):
 
     def wants_more(self) -> bool:
         """Returns whether prompts would be issued if there were idle slots."""
-        unknown = self.num_partial + self.issued - len(self.graded.groups)
+        plan = self.plan
+        unknown = len(self.partial) + self.issued - len(self.graded.groups)
         expected = len(self.graded.informative) + self.graded.prior_rate * unknown
-        return self.issued < self.max_prompts and expected < self.most_groups
+        most_groups = plan.num_prompts * (1 + plan.partial_rollout_steps)
+        return self.issued < plan.max_prompts and expected < most_groups
 
     def result(self) -> tuple[list[Group], int, list[PartialGroup]]:
         """Returns (the complete groups to train on or discard, the next cursor, those to go on)."""
         groups = self.graded.groups
-        extra = {p for p in self.graded.informative[self.num_prompts :] if p not in self.due}
+        extra = {*self.graded.informative[self.plan.num_prompts :]} - self.due
         sampled = [groups[place] for place in sorted(groups.keys() - extra)]
         go_on = [*self.session.pause(TRAINING), *(_complete(groups[place]) for place in extra)]
         next_cursor = self.cursor + self.issued
@@ -215,22 +224,17 @@ def _complete(group: Group) -> PartialGroup:
 
 
 def continued(
-    cursor: int,
-    partial: Sequence[PartialGroup],
-    *,
-    go_on: bool,
-    group_size: int,
-    max_tokens: int,
+    plan: StepPlan, cursor: int, partial: Sequence[PartialGroup]
 ) -> tuple[int, Sequence[PartialGroup]]:
     """Returns (next cursor, partial groups): none where a fork's config cannot go on with them."""
     fit = all(
-        len(it.responses) == group_size
-        and len(response.tokens_T) <= max_tokens
-        and (response.stopped or unfinished or len(response.tokens_T) == max_tokens)
+        len(it.responses) == plan.group_size
+        and len(response.tokens_T) <= plan.max_tokens
+        and (response.stopped or unfinished or len(response.tokens_T) == plan.max_tokens)
         for it in partial
         for response, unfinished in zip(it.responses, it.unfinished_G, strict=True)
     )
-    if go_on and fit:
+    if plan.partial_rollout_steps and fit:
         return cursor, partial
     return min([cursor, *(it.cursor for it in partial)]), ()
 

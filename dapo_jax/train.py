@@ -92,29 +92,16 @@ def sample(run: start.Run, step: int, state, progress: start.Progress, watch: me
     expected_rate = min(1.0, r.num_prompts / r.generation_prompts)
     if last := progress.row:
         expected_rate = last["groups/informative"] / last["groups/sampled"]
-    cursor, partial = rollout.continued(
-        progress.cursor,
-        progress.partial,
-        go_on=r.partial_rollout_steps > 0,
-        group_size=r.group_size,
-        max_tokens=r.max_response_tokens,
-    )
+    cursor, partial = rollout.continued(run.step_plan, progress.cursor, progress.partial)
     sets = run.sets if run.evaluates_in(step) else {}
     with evaluate.Evaluation(session, sets, first_stream=1) as evaluation:
         with watch("rollout"):
             rollouts = rollout.collect(
                 session,
-                run.data.stream.__getitem__,
-                run.data.train.grade,
+                run.step_plan,
                 cursor,
                 partial,
-                group_size=r.group_size,
-                num_prompts=r.num_prompts,
-                max_prompts=r.generation_prompts * r.max_generation_batches,
                 expected_rate=expected_rate,
-                dynamic_sampling=run.config.algo.dynamic_sampling,
-                partial_rollout_steps=r.partial_rollout_steps,
-                success=rollout.success_by(run.config.algo.filter_groups, **overlong(run.config)),
                 report=run.record.display.phase,
                 on_other_groups=evaluation.take,
             )
@@ -150,22 +137,14 @@ def at_generation_cap(run: start.Run, step: int, rollouts) -> str | None:
 def reward(config, rollouts):
     """Rewards each response [P, G]: its correctness or score, less the overlong punishment."""
     correct_PG, length_PG = rollouts.correct_PG, rollouts.length_PG
-    return algorithm.shaped_reward(correct_PG, rollouts.score_PG, length_PG, **overlong(config))
+    punishment = components.overlong(config)
+    return algorithm.shaped_reward(correct_PG, rollouts.score_PG, length_PG, **punishment)
 
 
 def advantage(config, rollouts, reward_PG):
     """Compares the rewards inside each group [P, G], by the row of losses.ADVANTAGES."""
     scale = config.algo.advantage_scale
     return losses.advantages(reward_PG, rollouts.kept, rollouts.length_PG, scale=scale)
-
-
-def overlong(config) -> dict[str, float]:
-    """The settings of the soft overlong punishment (Eq. 13)."""
-    return {
-        "max_tokens": config.rollout.max_response_tokens,
-        "cache_tokens": config.algo.overlong_cache_tokens,
-        "factor": config.algo.overlong_factor,
-    }
 
 
 def update(run: start.Run, state: learner.TrainState, rollouts, advantage_PG, rate: float):

@@ -229,13 +229,14 @@ class RolloutStats:
 class Rollouts:
     """The groups that one step sampled, in prompt order, and those of them that it trains on.
 
-    sampled: P graded groups. kept: indices into it, ascending. cursor: of the next unseen prompt.
-    issued: groups asked for. partial: the groups that go on (partial rollouts). continued_tokens:
-    of them before this step.
+    sampled: P graded groups. kept: indices into it, ascending. informative: what dynamic sampling
+    calls so, bool [P]. cursor: of the next unseen prompt. issued: groups asked for. partial: the
+    groups that go on (partial rollouts). continued_tokens: of them before this step.
     """
 
     sampled: list[Group]
     kept: np.ndarray
+    informative: np.ndarray
     cursor: int
     issued: int
     stats: RolloutStats

@@ -176,10 +176,16 @@ def _step(updates=None):
     return Step(
         config=types.SimpleNamespace(
             rollout=types.SimpleNamespace(generation_prompts=3, partial_rollout_steps=0),
-            algo=types.SimpleNamespace(filter_groups="correctness"),
         ),
         step=12,
-        rollouts=Rollouts(groups, np.array([0, 3]), cursor=9, issued=5, stats=stats),
+        rollouts=Rollouts(
+            groups,
+            np.array([0, 3]),
+            np.array([True, False, False, True]),
+            cursor=9,
+            issued=5,
+            stats=stats,
+        ),
         reward_PG=np.array([[1, -1], [1, 1], [-2, -2], [-1, 1]], np.float32),
         updates=updates,
         learning_rate=1e-3,

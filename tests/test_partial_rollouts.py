@@ -15,7 +15,7 @@ from test_rollout import G, ScriptedSession, long_tailed_script, prompt_at, scri
 from test_train import programs_compiled_once, small_config  # noqa: F401  a fixture
 
 from dapo_jax import train
-from dapo_jax.rollout import collect, continued
+from dapo_jax.rollout import StepPlan, collect, continued
 from dapo_jax.sampler.engine import Engine
 from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.types import PartialGroup, Prompt, Response
@@ -178,11 +178,12 @@ def test_a_fork_takes_over_only_what_its_own_config_could_have_sampled():
         response(n, stopped=stopped) for n, stopped in ((9, False), (4, True), (6, False))
     )
     partial = [PartialGroup(3, (cut, ended, begun), (False, False, True))]
-    how = {"go_on": True, "group_size": 3, "max_tokens": 9}
-    assert continued(7, partial, **how) == (7, partial)
+    sizes = {"group_size": 3, "num_prompts": 1, "max_prompts": 1, "max_tokens": 9}
+    plan = StepPlan(prompt_at, None, **sizes, partial_rollout_steps=1)
+    assert continued(plan, 7, partial) == (7, partial)
     others = [{"group_size": 2}, {"group_size": 4}, {"max_tokens": 8}, {"max_tokens": 10}]
-    for other in (*others, {"go_on": False}):
-        assert continued(7, partial, **how | other) == (3, ())
+    for other in (*others, {"partial_rollout_steps": 0}):
+        assert continued(dataclasses.replace(plan, **other), 7, partial) == (3, ())
 
 
 class PartialSession(ScriptedSession):
@@ -237,29 +238,29 @@ class PartialSession(ScriptedSession):
 
 
 def steps_of(
-    script, *, steps, slots, partial_rollout_steps, num_prompts=4, every_steps=1, **settings
+    script, *, steps, slots, partial_rollout_steps, num_prompts=4, every_steps=1, max_prompts=400
 ):
     """Runs steps one after the other: [(calls of a session, what was partial before, rollouts)].
 
     every_steps: as many share a session.
     """
     cursor, partial, found, session = 0, [], [], None
+    plan = StepPlan(
+        prompt_at,
+        scripted_grade(script),
+        group_size=G,
+        num_prompts=num_prompts,
+        max_prompts=max_prompts,
+        max_tokens=int(script.length_PG.max()),
+        partial_rollout_steps=partial_rollout_steps,
+    )
     for step in range(steps):
         if step % every_steps:
             session.resume()
         else:
             session = PartialSession(script, slots=slots, block_tokens=2)
-        given = {
-            "partial_rollout_steps": partial_rollout_steps,
-            "group_size": G,
-            "num_prompts": num_prompts,
-            "max_prompts": 400,
-            "expected_rate": 0.5,
-            "dynamic_sampling": True,
-            "report": lambda text: None,
-        }
-        grade = scripted_grade(script)
-        rollouts = collect(session, prompt_at, grade, cursor, partial, **given | settings)
+        how = {"expected_rate": 0.5, "report": lambda text: None}
+        rollouts = collect(session, plan, cursor, partial, **how)
         found.append((session.calls, partial, rollouts))
         cursor, partial = rollouts.cursor, rollouts.partial
     return found

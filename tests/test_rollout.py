@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from dapo_jax.grading import _GRADER, Grading
-from dapo_jax.rollout import collect
+from dapo_jax.rollout import StepPlan, collect
 from dapo_jax.sampler.cache import Cache
 from dapo_jax.sampler.scheduler import Scheduler
 from dapo_jax.types import BlockRecord, Example, Group, Prompt, Response, Rollouts, Verdict
@@ -164,22 +164,28 @@ def run(
     session=None,
     grade=None,
     report=None,
+    on_other_groups=lambda finished: None,
     **rules,
 ) -> Rollouts:
     """Runs `collect` over a script; the cap, unless given, is the script's end."""
     session = session or ScriptedSession(script, slots=slots, block_tokens=block_tokens)
-    return collect(
-        session,
+    plan = StepPlan(
         prompt_at,
         grade or scripted_grade(script),
-        cursor,
         group_size=script.correct_PG.shape[1],
         num_prompts=num_prompts,
         max_prompts=max_prompts or len(script.correct_PG) - cursor,
-        expected_rate=expected_rate,
+        max_tokens=int(script.length_PG.max()),
         dynamic_sampling=dynamic,
-        report=report or (lambda message: None),
         **rules,
+    )
+    return collect(
+        session,
+        plan,
+        cursor,
+        expected_rate=expected_rate,
+        report=report or (lambda message: None),
+        on_other_groups=on_other_groups,
     )
 
 

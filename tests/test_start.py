@@ -17,10 +17,9 @@ from test_train import programs_compiled_once, small_config  # noqa: F401
 from dapo_jax import algorithm, train
 from dapo_jax.checkpoints.store import DamagedError
 from dapo_jax.logs.files import read_starts
-from dapo_jax.logs.metrics import Step
 from dapo_jax.report.runs import load_run
 from dapo_jax.rollout import success_by
-from dapo_jax.setup import checks, dry_run
+from dapo_jax.setup import checks, components, dry_run
 from dapo_jax.setup import start as starts
 from dapo_jax.setup.start import Parent, open_run
 from dapo_jax.types import Group, Response, Rollouts, Verdict
@@ -252,17 +251,18 @@ GROUPS = [
 
 
 @pytest.mark.parametrize("rule", algorithm.FILTERS)
-def test_the_filter_keeps_what_its_rule_says_and_the_metric_counts_that(rule):
+def test_the_filter_keeps_what_its_rule_says_of_what_is_trained_on(rule):
     expected = [kept[rule == "reward"] for _, *kept in GROUPS]
     groups = [example for example, *_ in GROUPS]
-    marked_PG = np.stack([success_by(rule, **OVERLONG)(example) for example in groups])
+    lengths = {"rollout.max_response_tokens": 10, "algo.overlong_cache_tokens": 4}
+    config = recipe(**lengths, **{"algo.filter_groups": rule})
+    data = types.SimpleNamespace(stream=(), train=types.SimpleNamespace(grade=None))
+    plan = components.step_plan(config, data)
+    marked_PG = np.stack([plan.success(example) for example in groups])
     assert algorithm.informative_groups(marked_PG).tolist() == expected
-    rollouts = Rollouts(groups, np.arange(0), 0, 0, None)
-    config = types.SimpleNamespace(algo=types.SimpleNamespace(filter_groups=rule))
-    reward_PG = train.reward(
-        recipe(**{"rollout.max_response_tokens": 10, "algo.overlong_cache_tokens": 4}), rollouts
-    )
-    assert Step(config, 0, rollouts, reward_PG, [], 0.0, {}).varied.tolist() == expected
+    rollouts = Rollouts(groups, np.arange(0), np.array(expected), 0, 0, None)
+    value_PG = train.reward(config, rollouts) if rule == "reward" else rollouts.correct_PG
+    assert (value_PG.max(axis=1) > value_PG.min(axis=1)).tolist() == expected
 
 
 @pytest.mark.parametrize(("rule", "kept"), [("correctness", [1, 4]), ("reward", [0, 1])])
@@ -273,3 +273,4 @@ def test_collecting_stops_with_what_the_filter_keeps(rule, kept):
     success = success_by(rule, **OVERLONG)
     found = scripted(Script(correct_PG, length_PG), num_prompts=2, success=success)
     assert (kept_cursors(found), found.cursor) == (kept, kept[-1] + 1)
+    assert np.flatnonzero(found.informative).tolist() == kept

@@ -65,13 +65,6 @@ class Step:
         return [update for update in self.updates if update["taken"]]
 
     @property
-    def varied(self) -> np.ndarray:
-        """The groups that dynamic sampling calls informative: bool [P]."""
-        by_reward = self.config.algo.filter_groups == "reward"
-        value_PG = self.reward_PG if by_reward else self.rollouts.correct_PG
-        return value_PG.max(axis=1) > value_PG.min(axis=1)
-
-    @property
     def gave_up(self) -> dict[str, int]:
         """Responses whose grade nobody knows, by the status that says why; see `GAVE_UP`."""
         found = collections.Counter(it.verdict.status for it in self.responses)
@@ -192,7 +185,7 @@ METRICS: list[Metric] = [
            lambda s: len(s.rollouts.sampled)),
     Metric("groups/informative", "groups",
            "Groups with right and wrong responses (Eq. 11; see `algo.filter_groups`).",
-           lambda s: s.varied.sum(), panel="groups"),
+           lambda s: s.rollouts.informative.sum(), panel="groups"),
     Metric("groups/all_correct", "groups", "Groups with right responses only.",
            lambda s: s.rollouts.correct_PG.all(axis=1).sum(), panel="groups"),
     Metric("groups/all_wrong", "groups", "Groups with wrong responses only.",

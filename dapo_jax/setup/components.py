@@ -15,6 +15,7 @@ from configs.base import eval_settings, has_environments, mixture_settings
 from dapo_jax import hub, learner
 from dapo_jax.episodes import Environments
 from dapo_jax.losses import takes_old_logp
+from dapo_jax.rollout import StepPlan, success_by
 from dapo_jax.sampler.cache import SPREAD_READERS, Cache, plan_cache
 from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.engine import Engine, token_bytes
@@ -241,6 +242,31 @@ def environments(config: ConfigDict, data: Data, tokenizer: Tokenizer) -> Enviro
     sets = data.sets.values()
     found = {it.prompts[0].key: it.environment for it in sets if it.environment}
     return Environments(found, tokenizer, max_turns=config.rollout.max_turns) if found else None
+
+
+def overlong(config: ConfigDict) -> dict[str, float]:
+    """Returns the settings of the soft overlong punishment (Eq. 13)."""
+    return {
+        "max_tokens": config.rollout.max_response_tokens,
+        "cache_tokens": config.algo.overlong_cache_tokens,
+        "factor": config.algo.overlong_factor,
+    }
+
+
+def step_plan(config: ConfigDict, data: Data) -> StepPlan:
+    """Makes the plan of what each training step samples."""
+    r = config.rollout
+    return StepPlan(
+        prompt_at=data.stream.__getitem__,
+        grade=data.train.grade,
+        group_size=r.group_size,
+        num_prompts=r.num_prompts,
+        max_prompts=r.generation_prompts * r.max_generation_batches,
+        max_tokens=r.max_response_tokens,
+        dynamic_sampling=config.algo.dynamic_sampling,
+        partial_rollout_steps=r.partial_rollout_steps,
+        success=success_by(config.algo.filter_groups, **overlong(config)),
+    )
 
 
 def sampling(config: ConfigDict, tokenizer: Tokenizer, **changes) -> Sampling:

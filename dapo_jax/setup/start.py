@@ -34,6 +34,7 @@ from dapo_jax.logs.files import locked, read_json, read_rows, read_starts
 from dapo_jax.logs.metrics import Stopwatch
 from dapo_jax.logs.provenance import NAME as STARTS
 from dapo_jax.logs.record import Record
+from dapo_jax.rollout import StepPlan
 from dapo_jax.sampler.session import Stream
 from dapo_jax.setup import auto_sizes, checks, components, policy
 from dapo_jax.tasks.tokenizer import Tokenizer
@@ -91,6 +92,7 @@ class Run:
     alarms: Alarms | None = None
     update: Callable | None = None
     old_logprobs: Callable | None = None
+    step_plan: StepPlan | None = None
     sets: dict[str, components.EvalSet] = dataclasses.field(default_factory=dict)
     streams: tuple[Stream, ...] = ()
     seconds: dict[str, float] | None = None  # of loading and compiling
@@ -348,6 +350,7 @@ def _begin(run: Run, stack: contextlib.ExitStack, watch: Stopwatch) -> None:
     say, run.snapshots.say = run.record.display, run.record.display.line
     say.line("\n".join(banner(run)))
     run.alarms = Alarms(config, programs.state, vocab_size=run.tokenizer.vocab_size, say=say.line)
+    run.step_plan = components.step_plan(config, run.data)
     run.sets = run.data.eval_sets if config.eval.every_steps > 0 else {}
     key = components.key(config, components.ROLLOUT_STREAM)
     training = Stream(key, components.sampling(config, run.tokenizer))
