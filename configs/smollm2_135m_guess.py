@@ -9,7 +9,7 @@ from configs import base, smollm2_135m
 
 def get_config(preset: str = ""):
     config = smollm2_135m.get_config()
-    config.num_steps = 14
+    config.num_steps = 12
     config.updates_per_step = 2
 
     game = {
@@ -22,9 +22,11 @@ def get_config(preset: str = ""):
     config.rollout.generation_prompts = 16
     config.rollout.max_prompt_tokens = 64
     config.rollout.max_response_tokens = 96
+    config.rollout.slot_tokens = 96
+    config.rollout.page_tokens = 32
     config.algo.overlong_cache_tokens = 16
 
     del config.eval.sets.sums
-    config.eval.every_steps = 7
+    config.eval.every_steps = 6
     config.eval.sets.guess = base.dataset(**game, count=64, seed=2, split="test")
     return base.apply_preset(config, preset)
