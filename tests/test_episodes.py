@@ -1,7 +1,9 @@
 """Episodes: tokens between turns, the engine that is given them, environments and their ends."""
 
 import dataclasses
+import hashlib
 import json
+import pathlib
 import random
 import re
 import time
@@ -27,6 +29,7 @@ from test_train import programs_compiled_once, small_config  # noqa: F401  a fix
 from transformers import AutoTokenizer
 
 from dapo_jax import train
+from dapo_jax.checkpoints import fingerprint
 from dapo_jax.episodes import Answer, Environments
 from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.setup import checks
@@ -501,6 +504,14 @@ def test_a_run_of_episodes_resumes_bitwise_and_says_what_they_were(tmp_path):
     assert all(row["ratio_gap"] < 1e-5 for row in rows)
     assert max(row["task/turns"] for row in rows) > 1
     assert max(row["task/environment_tokens"] for row in rows) > 0
+
+
+def test_a_changed_environment_is_another_run():
+    config = small_config()
+    config.data.train.environment = "tests.test_episodes:Slow"
+    found = fingerprint.of_code(config)["data.train.environment"]
+    code = pathlib.Path(__file__).read_bytes()
+    assert found == {"tests.test_episodes": hashlib.sha256(code).hexdigest()[:32]}
 
 
 def test_episodes_do_not_go_on_in_the_next_step_yet():

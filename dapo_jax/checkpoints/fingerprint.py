@@ -84,7 +84,9 @@ def of_code(config: ConfigDict) -> dict[str, dict[str, str]]:
 def _custom(config: ConfigDict) -> Iterator[tuple[str, str, Any]]:
     """Yields (key, module, function or None) of what a config names and is not this project's."""
     sets = {f"eval.sets.{name}": of for name, of in eval_settings(config).items()}
-    named = [(f"{key}.task", it["task"]) for key, it in (mixture_settings(config) | sets).items()]
+    sets |= mixture_settings(config)
+    of_sets = ("task", "environment")
+    named = [(f"{key}.{name}", it[name]) for key, it in sets.items() for name in of_sets]
     named += [("log.writers", name) for name in config.log.writers]
     yield from ((key, name.partition(":")[0], None) for key, name in named if ":" in name)
     if config.model.family not in families.BUILT_IN:
