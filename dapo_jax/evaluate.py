@@ -27,6 +27,7 @@ from ml_collections import ConfigDict
 
 from configs.base import eval_settings
 from dapo_jax import hub
+from dapo_jax.checkpoints import fingerprint
 from dapo_jax.cli import command, config_flags
 from dapo_jax.grading import Grading
 from dapo_jax.logs import record
@@ -34,7 +35,7 @@ from dapo_jax.logs.display import evaluation_line
 from dapo_jax.logs.files import read_json
 from dapo_jax.logs.metrics import TASK, mean_measures
 from dapo_jax.sampler.session import Session
-from dapo_jax.setup import auto_sizes, components, policy
+from dapo_jax.setup import auto_sizes, components
 from dapo_jax.setup.start import Run, open_run
 from dapo_jax.tasks.base import BUILT_IN
 from dapo_jax.tasks.readers import KINDS, by_text
@@ -268,7 +269,7 @@ def main(_):
     else:
         if theirs := hosts.on_main(lambda: config_of_run(workdir)):
             config_flags.fill_open(config, theirs)
-            policy.require_same(config, theirs, f"the run in {workdir}")
+            fingerprint.require_policy(config, theirs, f"the run in {workdir}")
         run = open_run(config, workdir, "policy", reads="evaluation", step=given.step)
     say("\n".join([*run.chosen, *run.data.report_lines()]))
     settings = settings_of(config, of_model=bool(given.model))

@@ -21,6 +21,7 @@ from absl import flags
 
 from dapo_jax import algorithm, evaluate, learner, losses, rollout
 from dapo_jax.checkpoints import digests
+from dapo_jax.checkpoints.fingerprint import Parent
 from dapo_jax.cli import command, config_flags
 from dapo_jax.logs import alarms, metrics
 from dapo_jax.sampler.session import Session
@@ -31,7 +32,7 @@ from sharding import hosts
 def train(config, workdir: pathlib.Path, parent=None, profile: int | None = None) -> None:
     """Runs, or resumes, the config in `workdir` until config.num_steps rollout steps are done.
 
-    parent: the start.Parent of a fork. profile: the step to write a trace of.
+    parent: the fingerprint.Parent of a fork. profile: the step to write a trace of.
     """
     if hosts.on_main(lambda: start.is_finished(config, workdir, parent)):
         return conclude(workdir, was_finished=True)
@@ -256,7 +257,7 @@ def main(_):
     given = flags.FLAGS
     config, workdir = given.config, pathlib.Path(given.workdir)
     hosts.start(several=given.distributed, cpu_devices=config.mesh.cpu_devices)
-    parent = start.Parent.parse(given.start) if given.start is not None else None
+    parent = Parent.parse(given.start) if given.start is not None else None
     if given.dry_run:
         return dry_run.dry_run(config, workdir, parent)
     return train(config, workdir, parent, given.profile)

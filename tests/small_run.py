@@ -15,9 +15,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 from small_config import get_config
 
 from dapo_jax import train
+from dapo_jax.checkpoints.fingerprint import Parent
 from dapo_jax.cli import command
 from dapo_jax.sampler import cache
-from dapo_jax.setup.start import Parent
 from sharding import hosts
 
 

@@ -20,9 +20,9 @@ from processes import small_files, started, wait_for
 from runs import rows_without_timings
 from small_config import get_config
 
+from dapo_jax.checkpoints import fingerprint
 from dapo_jax.cli import failures
 from dapo_jax.logs.files import LOCK, append_line, atomic_file, begin_rows, locked, read_rows
-from dapo_jax.setup import checks
 
 pytestmark = pytest.mark.faults
 ROWS = [{"step": step, "reward/mean": step / 3, "entropy": 0.1 * step} for step in range(40)]
@@ -76,7 +76,7 @@ def test_a_config_that_ends_at_any_byte_is_refused_by_name(seed, tmp_path):
     cut = text[: random.Random(seed).randrange(len(text)) if seed else 0]
     file.write_text(cut)
     with pytest.raises(ValueError) as raised:
-        checks.check_same_config(config, tmp_path)
+        fingerprint.require_same_config(config, tmp_path)
     line, status = failures.explain(raised.value)
     assert str(file) in line and "\n" not in line and status == 1
     assert file.read_text() == cut

@@ -16,6 +16,7 @@ from processes import ROOT, ran
 
 from configs import tiny
 from dapo_jax import evaluate
+from dapo_jax.checkpoints import fingerprint
 from dapo_jax.cli import failures
 from dapo_jax.convert import convert
 from dapo_jax.logs import provenance, record
@@ -182,11 +183,11 @@ def test_evaluate_compares_the_policy_with_the_runs(monkeypatch):
     others = {"mesh.data": 1, "rollout.cache_mib": 8, "eval.top_p": 0.5, "seed": 3}
     others |= {"verifier.rules": "strict", "model.kernels": "cpu", "num_steps": 1}
     config.update_from_flattened_dict(others | {"model.path": str(ROOT / config.model.path)})
-    policy.require_same(config, theirs, "the run")
+    fingerprint.require_policy(config, theirs, "the run")
     config.tokenizer.chat = "template"
     with pytest.raises(ValueError, match=r"tokenizer.chat is 'template', but was 'none'"):
-        policy.require_same(config, theirs, "the run")
-    policy.require_same(config, theirs, "the run", may_differ=("tokenizer.chat",))
+        fingerprint.require_policy(config, theirs, "the run")
+    fingerprint.require_policy(config, theirs, "the run", may_differ=("tokenizer.chat",))
 
 
 def test_a_run_does_not_import_what_its_config_names(tmp_path, monkeypatch):

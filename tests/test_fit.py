@@ -8,6 +8,7 @@ import pytest
 
 from configs import any_model, base, one_gpu, tiny
 from dapo_jax import learner
+from dapo_jax.checkpoints import fingerprint
 from dapo_jax.setup import auto_sizes, checks, components
 from dapo_jax.setup.start import open_run
 
@@ -48,7 +49,7 @@ def test_a_directory_and_data_are_enough_to_train(tmp_path):
     (tmp_path / "config.json").write_text(config.to_json_best_effort())
     again = any_model.get_config()
     again.model.path, again.data.train = config.model.path, config.data.train
-    checks.check_same_config(again, tmp_path)  # what is open is what the run has chosen
+    fingerprint.require_same_config(again, tmp_path)  # what is open is what the run has chosen
 
 
 @pytest.mark.parametrize("model", [1, 2])

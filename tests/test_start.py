@@ -15,13 +15,15 @@ from test_rollout import run as scripted
 from test_train import programs_compiled_once, small_config  # noqa: F401
 
 from dapo_jax import algorithm, train
+from dapo_jax.checkpoints import fingerprint
+from dapo_jax.checkpoints.fingerprint import Parent
 from dapo_jax.checkpoints.store import DamagedError
 from dapo_jax.logs.files import read_starts
 from dapo_jax.report.runs import load_run
 from dapo_jax.rollout import success_by
-from dapo_jax.setup import checks, components, dry_run
+from dapo_jax.setup import components, dry_run
 from dapo_jax.setup import start as starts
-from dapo_jax.setup.start import Parent, open_run
+from dapo_jax.setup.start import open_run
 from dapo_jax.types import Group, Response, Rollouts, Verdict
 
 
@@ -188,13 +190,10 @@ def test_start_reads_a_folder_of_any_name_as_an_absolute_path(tmp_path, monkeypa
 
 def test_a_run_keeps_the_day_of_its_first_start(tmp_path):
     """What a chat template writes of the day belongs to the run, and to its forks."""
-    today = starts._day(starts.Run(None, tmp_path))
-    assert today == f"{datetime.date.today()}"
+    assert fingerprint.day_of(tmp_path) == f"{datetime.date.today()}"
     for saved, kept in (({"date": "2024-02-29"}, "2024-02-29"), ({}, "")):
         (tmp_path / "config.json").write_text(json.dumps({"tokenizer": saved}))
-        assert starts._day(starts.Run(None, tmp_path)) == kept
-        forked = starts.Run(None, tmp_path / "fork", parent=Parent(tmp_path, 2))
-        assert starts._day(forked) == kept
+        assert fingerprint.day_of(tmp_path) == kept
 
 
 def test_a_fork_needs_a_run(tmp_path):
@@ -220,7 +219,7 @@ def test_a_fork_needs_a_run(tmp_path):
 def test_a_path_may_be_written_in_another_way(one, other, same):
     old, new = {"model": {"path": one}}, {"model": {"path": other}}
     found = [] if same else [f"model.path is {other!r}, but was {one!r}"]
-    assert checks.config_differences(old, new) == found
+    assert fingerprint.config_differences(old, new) == found
 
 
 # algo.filter_groups

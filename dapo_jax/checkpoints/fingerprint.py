@@ -1,11 +1,14 @@
-"""The fingerprint of a run: its config, and digests of its data, tokenizer, weights and own code.
+"""Is it the same run? Its config, and digests of its data, tokenizer, weights and own code say it.
 
-It is saved with every checkpoint. A resumed run with another config, training data, tokenizer,
-start model or custom module is refused by the names of the keys, and so are processes that differ.
-A fork (setup/start.py) has its parent's model, seed and training data; its code may be another, and
-that of `evaluate`, `sample` and `convert` is what is there when they are given.
+A run is compared with what is in its folder, with the fingerprint that is saved with each
+checkpoint, and with other processes; what differs is refused by the names of the keys. A fork
+has its parent's model, seed and training data; its code may be another, and that of `evaluate`,
+`sample` and `convert` is what is there when they are given.
 """
 
+import contextlib
+import dataclasses
+import datetime
 import hashlib
 import importlib.util
 import inspect
@@ -20,7 +23,9 @@ from ml_collections import ConfigDict
 
 from configs.base import MAY_CHANGE, OF_POLICY, eval_settings, mixture_settings
 from dapo_jax import hub, losses
-from dapo_jax.cli.config_flags import config_differences
+from dapo_jax.cli.config_flags import as_json, config_differences, fill_open
+from dapo_jax.logs.files import read_json, read_rows, read_starts
+from dapo_jax.logs.provenance import NAME as STARTS
 from dapo_jax.tasks import tokenizer
 from dapo_jax.types import Prompt
 from models import families
@@ -29,16 +34,40 @@ from sharding import hosts
 SHOWN_DIFFERENCES = 5
 WEIGHTS = ".safetensors"
 CONFIG_MODULES = ("config_config", "__main__")  # what a config's file is, by ml_collections too
+# Steps without a checkpoint, in units of checkpoint.every_steps, that a run can have finished when
+# it is killed: one is being saved, one is pending, and the step of the next waits for the first.
+UNSAVED = 3
 
 
-def of_run(config: ConfigDict, data) -> dict:
+@dataclasses.dataclass(frozen=True)
+class Parent:
+    """The checkpoint that a fork begins from: a run's workdir, and its finished steps."""
+
+    workdir: pathlib.Path
+    step: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Parent":
+        """Reads run:DIR@STEP; ValueError for anything else."""
+        kind, _, place = text.partition(":")
+        folder, _, step = place.rpartition("@")
+        if kind != "run" or not folder or not step.isdecimal():
+            raise ValueError(f"--start is {text!r}, but must be run:DIR@STEP, a run's checkpoint")
+        return cls(pathlib.Path(folder).resolve(), int(step))
+
+    def __str__(self) -> str:
+        return f"run:{self.workdir}@{self.step}"
+
+
+def of_run(config: ConfigDict, data, parent=None) -> dict:
     """Returns this run's fingerprint, JSON-able; ValueError where the processes' differ.
 
-    data: a `components.Data`. All processes call it. Weight files, which are large, are divided
-    among the processes, each of which compares their sizes alone with the others'.
+    data: a `components.Data`. parent: a fork's. All processes call it. Weight files, which are
+    large, are divided among the processes, each of which compares their sizes alone with the
+    others'.
     """
     own = {
-        "recipe": json.loads(config.to_json_best_effort()),
+        "recipe": as_json(config),
         "data": _of_training(config, data.train),
         "eval": {
             _key(f"eval.sets.{name}", config.eval.sets[name]): of_prompts(chosen.dataset.prompts)
@@ -51,16 +80,10 @@ def of_run(config: ConfigDict, data) -> dict:
     if weights := _weight_files(config):
         own["files"]["model.path"] |= {file.name: file.stat().length for file in weights}
     everyone = hosts.gather((own, _of_mine(weights)))
-    first = everyone[0][0]
-    for process, (theirs, of_weights) in enumerate(everyone):
-        found = list(differences(first, theirs, before="{} on process 0"))
-        found += _data_differences(first["eval"], theirs["eval"])
-        found += _file_differences(first["modules"], theirs["modules"])
-        if found:
-            raise ValueError(f"process {process} differs from process 0: {listed(found)}")
-        if weights:
-            own["files"]["model.path"] |= of_weights
-    return own
+    require_alike([theirs for theirs, _ in everyone], all_differences)
+    for _, of_weights in everyone if weights else ():
+        own["files"]["model.path"] |= of_weights
+    return own | {"origin": parent and str(parent)}
 
 
 def of_code(config: ConfigDict) -> dict[str, dict[str, str]]:
@@ -178,6 +201,110 @@ def of_file(file: epath.Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()[:32]
 
 
+def _key(name: str, settings: Mapping) -> str:
+    return f"{name}.path" if settings["path"] else name
+
+
+def _plain(value) -> object:
+    """Stands for what JSON does not have: arrays' values, the type of anything else."""
+    return value.tolist() if hasattr(value, "tolist") else type(value).__name__
+
+
+def parent_of(workdir: pathlib.Path, given: Parent | None) -> Parent | None:
+    """Returns what the run in `workdir` began from; `given` where there is none yet.
+
+    Raises ValueError where --start (`given`) is another one.
+    """
+    if not any((workdir / name).exists() for name in ("config.json", "metrics.jsonl")):
+        return given
+    starts = read_starts(workdir / STARTS)
+    begun = starts[-1].get("origin") if starts else None
+    if given and str(given) != begun:
+        began = f"with {begun}" if begun else "without a --start"
+        raise ValueError(
+            f"--start={given}, but {workdir} holds a run that began {began}; leave --start out to "
+            "resume it, or give another --workdir"
+        )
+    return Parent.parse(begun) if begun else None
+
+
+def require_same_config(config: ConfigDict, workdir: pathlib.Path) -> None:
+    """Refuses a directory whose config.json is another config's, or cut short (ValueError)."""
+    file = workdir / "config.json"
+    if not file.exists():
+        return
+    try:
+        theirs = read_json(file)
+    except ValueError as error:
+        raise ValueError(f"{error}; or remove it: checkpoints have the config too") from error
+    ours = config.copy_and_resolve_references()
+    fill_open(ours, theirs)
+    differing = config_differences(theirs, as_json(ours), but=MAY_CHANGE)
+    steps = theirs["num_steps"]
+    if config.learner.decay != "none" and config.num_steps != steps:  # the rate's last step
+        differing.append(f"num_steps is {config.num_steps}, but was {steps} (learner.decay)")
+    if differing:
+        raise ValueError(
+            f"{workdir} holds a run of another config: {'; '.join(differing)}. Give the old values "
+            "to resume it, or another --workdir"
+        )
+
+
+def require_steps_left(config: ConfigDict, finished_steps: int, directory) -> None:
+    """Refuses fewer steps than the run has done (ValueError)."""
+    if finished_steps > config.num_steps:
+        raise ValueError(
+            f"num_steps = {config.num_steps}, but the run in {directory} has finished "
+            f"{finished_steps} steps"
+        )
+
+
+def require_unsaved(config: ConfigDict, workdir: pathlib.Path, directory, begin_step: int) -> None:
+    """Refuses to begin a run anew whose rows say that it has saved checkpoints (ValueError)."""
+    file, every = workdir / "metrics.jsonl", config.checkpoint.every_steps
+    finished = max((row["step"] + 1 for row in read_rows(file)), default=0) if file.exists() else 0
+    if finished - begin_step >= UNSAVED * every:
+        raise ValueError(
+            f"{file} has {finished} finished steps, but {directory} has no "
+            f"checkpoint, though checkpoint.every_steps is {every}; give the run's "
+            "checkpoint.directory, or another --workdir to start a new run"
+        )
+
+
+def day_of(begun: pathlib.Path | None) -> str:
+    """Returns the day of a run's first start; "" of one before there were days."""
+    if begun and (begun / "config.json").is_file():
+        with contextlib.suppress(ValueError):  # require_same_config refuses it
+            return read_json(begun / "config.json").get("tokenizer", {}).get("date", "")
+    return datetime.date.today().isoformat()
+
+
+def require_alike(everyone: Sequence, compare: Callable) -> None:
+    """Refuses processes that differ (ValueError), of which one would wait for ever.
+
+    compare(one, other, before=words for one's value) -> what differs.
+    """
+    first, *others = everyone
+    for process, theirs in enumerate(others, start=1):
+        if found := list(compare(first, theirs, before="{} on process 0")):
+            raise ValueError(f"process {process} differs from process 0: {listed(found)}")
+
+
+def require_policy(
+    config: ConfigDict, theirs: dict, where: str, *, may_differ: tuple[str, ...] = ()
+) -> None:
+    """Refuses a config that makes another policy than a run's does (ValueError).
+
+    The seed counts where it makes the weights.
+    """
+    compared = OF_POLICY + (() if config.model.path else ("seed",))
+    differing = config_differences(theirs, as_json(config), among=compared, but=may_differ)
+    if differing:
+        raise ValueError(
+            f"{where} is of another policy: {'; '.join(differing)}. Give the run's own config"
+        )
+
+
 def require_same(theirs: dict, ours: dict, where: str, report: Callable[[str], None]) -> None:
     """Refuses to go on with a checkpoint of another run (ValueError), by the keys that differ.
 
@@ -234,13 +361,11 @@ def differences(old: dict, new: dict, **keys) -> Iterator[str]:
     yield from _file_differences(old["files"], new["files"])
 
 
-def _key(name: str, settings: Mapping) -> str:
-    return f"{name}.path" if settings["path"] else name
-
-
-def _plain(value) -> object:
-    """Stands for what JSON does not have: arrays' values, the type of anything else."""
-    return value.tolist() if hasattr(value, "tolist") else type(value).__name__
+def all_differences(old: dict, new: dict, **keys) -> Iterator[str]:
+    """Says in what two fingerprints differ, evaluation sets and code included."""
+    yield from differences(old, new, **keys)
+    yield from _data_differences(old["eval"], new["eval"])
+    yield from _file_differences(old["modules"], new["modules"])
 
 
 def _data_differences(old: dict, new: dict) -> Iterator[str]:

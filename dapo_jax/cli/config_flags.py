@@ -56,6 +56,11 @@ def current(config: Mapping) -> ConfigDict:
     return _on_defaults(ConfigDict(config, type_safe=False))[0]
 
 
+def as_json(config: ConfigDict) -> dict:
+    """Returns a config as JSON has it."""
+    return json.loads(config.to_json_best_effort())
+
+
 def fill_open(config: ConfigDict, chosen: Mapping) -> None:
     """Takes what a config leaves open from the one that a run has in its config.json."""
     for name, value in base.leaves(config):

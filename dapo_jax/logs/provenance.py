@@ -2,7 +2,6 @@
 
 import datetime
 import importlib.metadata
-import json
 import os
 import pathlib
 import shlex
@@ -14,6 +13,7 @@ from collections.abc import Mapping
 import jax
 from ml_collections import ConfigDict
 
+from dapo_jax.cli.config_flags import as_json
 from dapo_jax.logs.files import append_line, json_digest
 from sharding import hosts
 
@@ -43,7 +43,7 @@ def add_start(workdir: pathlib.Path, config: ConfigDict, about: Mapping) -> None
             "count": jax.device_count(),
             "processes": hosts.count(),
         },
-        "config_digest": json_digest(json.loads(config.to_json_best_effort())),
+        "config_digest": json_digest(as_json(config)),
     }
     path.touch()
     append_line(path, start | about)

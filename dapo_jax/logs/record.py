@@ -3,7 +3,6 @@
 import concurrent.futures
 import functools
 import hashlib
-import json
 import pathlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
+from dapo_jax.cli.config_flags import as_json
 from dapo_jax.logs.display import Display, evaluation_line
 from dapo_jax.logs.files import (
     append_line,
@@ -61,11 +61,11 @@ class Record:
         add_start(workdir, config, {"first_step": first_step, **about})
         notes = begin_rows(workdir, first_step=first_step, begin_step=begin_step, last_row=last_row)
         # Once the rows are cut: a killed run's look finished beside a config of fewer steps.
-        as_json = json.loads(config.to_json_best_effort())
-        write_json(workdir / "config.json", as_json)
+        document = as_json(config)
+        write_json(workdir / "config.json", document)
         resume_step = first_step - 1 if first_step > begin_step else None
         self._writers = Writers(
-            config.log.writers, as_json, workdir, resume_step, self.display.line
+            config.log.writers, document, workdir, resume_step, self.display.line
         )
         for note in notes:
             self.display.line(note)

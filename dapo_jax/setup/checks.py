@@ -2,24 +2,14 @@
 
 import dataclasses
 import functools
-import json
-import pathlib
 from collections.abc import Callable, Iterator
 
 import jax
 from ml_collections import ConfigDict
 
-from configs.base import (
-    MAY_CHANGE,
-    eval_settings,
-    has_environments,
-    key_of,
-    leaves,
-    mixture_settings,
-)
+from configs.base import eval_settings, has_environments, key_of, leaves, mixture_settings
 from dapo_jax.cli import failures
-from dapo_jax.cli.config_flags import config_differences, fill_open, numbered
-from dapo_jax.logs.files import read_json
+from dapo_jax.cli.config_flags import numbered
 from models.families import Family
 from models.lora import MATRICES
 from models.parameters import ModelConfig
@@ -196,36 +186,4 @@ def check_enough_prompts(config: ConfigDict, key: str, prompts: int, share: floa
         raise ValueError(
             f"{key} has {prompts} usable prompts, fewer than {part}one generation batch of "
             f"rollout.{size} = {taken}; lower that" + (f" or {key}.weight" if part else "")
-        )
-
-
-def check_same_config(config: ConfigDict, workdir: pathlib.Path) -> None:
-    """Refuses a directory whose config.json is another config's, or cut short (ValueError)."""
-    file = workdir / "config.json"
-    if not file.exists():
-        return
-    try:
-        theirs = read_json(file)
-    except ValueError as error:
-        raise ValueError(f"{error}; or remove it: checkpoints have the config too") from error
-    ours = config.copy_and_resolve_references()
-    fill_open(ours, theirs)
-    ours = json.loads(ours.to_json_best_effort())
-    differing = config_differences(theirs, ours, but=MAY_CHANGE)
-    steps = theirs["num_steps"]
-    if config.learner.decay != "none" and config.num_steps != steps:  # the rate's last step
-        differing.append(f"num_steps is {config.num_steps}, but was {steps} (learner.decay)")
-    if differing:
-        raise ValueError(
-            f"{workdir} holds a run of another config: {'; '.join(differing)}. Give the old values "
-            "to resume it, or another --workdir"
-        )
-
-
-def check_steps_left(config: ConfigDict, finished_steps: int, directory) -> None:
-    """Refuses fewer steps than the run has done (ValueError)."""
-    if finished_steps > config.num_steps:
-        raise ValueError(
-            f"num_steps = {config.num_steps}, but the run in {directory} has finished "
-            f"{finished_steps} steps"
         )

@@ -13,10 +13,11 @@ from ml_collections import ConfigDict
 
 from dapo_jax import hub, learner
 from dapo_jax.checkpoints import fingerprint
+from dapo_jax.checkpoints.fingerprint import Parent
 from dapo_jax.checkpoints.store import DamagedError
 from dapo_jax.printable import printable, shortened
-from dapo_jax.setup import checks, components
-from dapo_jax.setup.start import Parent, open_run, parents_checkpoints
+from dapo_jax.setup import components
+from dapo_jax.setup.start import open_run, parents_checkpoints
 from dapo_jax.tasks.tokenizer import Tokenizer
 from models import hf
 from sharding import hosts
@@ -35,10 +36,10 @@ def dry_run(config: ConfigDict, workdir: pathlib.Path, parent: Parent | None) ->
     if config.model.path:
         hf.check_files(hub.local(config.model.path), run.programs.sizes, needed=True)
     say("\n".join([*run.lines(), *example_lines(run.data, run.tokenizer)]))
-    ours = fingerprint.of_run(config, run.data) | {"origin": run.parent and str(run.parent)}
+    ours = fingerprint.of_run(config, run.data, run.parent)
     there, step, require = run.checkpoints, run.step, fingerprint.require_parent
     if step is not None:
-        checks.check_steps_left(config, step, there.directory)
+        fingerprint.require_steps_left(config, step, there.directory)
         require = functools.partial(fingerprint.require_same, report=say)
     elif run.parent:
         there, step = parents_checkpoints(config, run.parent), run.parent.step

@@ -1,14 +1,12 @@
 """The policy of a run, read by other commands: its config, its checkpoint, and what must agree."""
 
-import json
 import pathlib
 
 from ml_collections import ConfigDict
 
-from configs.base import OF_POLICY
 from dapo_jax.checkpoints import fingerprint
 from dapo_jax.checkpoints.store import Checkpoints
-from dapo_jax.cli.config_flags import complete, config_differences, current
+from dapo_jax.cli.config_flags import complete, current
 from dapo_jax.logs.files import read_json
 from dapo_jax.setup import components
 from models import families
@@ -55,7 +53,7 @@ def restored(
         raise FileNotFoundError(f"{checkpoints.directory} is empty: there is no policy in it")
 
     def same(theirs: dict, where: str) -> None:
-        require_same(config, theirs["recipe"], where, may_differ=may_differ)
+        fingerprint.require_policy(config, theirs["recipe"], where, may_differ=may_differ)
 
     params = checkpoints.restore(step, programs.state, require=same)[0].params if step else None
     known = step or newest  # a checkpoint that says what the run began with
@@ -67,19 +65,3 @@ def restored(
     # The KL term, which needs start weights too, is training's.
     start_weights = programs.load_start_weights() if lora else None
     return step, params if step else programs.start_params(), start_weights
-
-
-def require_same(
-    config: ConfigDict, theirs: dict, where: str, *, may_differ: tuple[str, ...] = ()
-) -> None:
-    """Refuses a config that makes another policy than a run's does (ValueError).
-
-    The seed counts where it makes the weights.
-    """
-    ours = json.loads(config.to_json_best_effort())
-    compared = OF_POLICY + (() if config.model.path else ("seed",))
-    differing = config_differences(theirs, ours, among=compared, but=may_differ)
-    if differing:
-        raise ValueError(
-            f"{where} is of another policy: {'; '.join(differing)}. Give the run's own config"
-        )

@@ -7,9 +7,7 @@ differ. The parent is read and never written to.
 
 import contextlib
 import dataclasses
-import datetime
 import functools
-import json
 import pathlib
 from collections.abc import Callable
 
@@ -22,47 +20,23 @@ from ml_collections import ConfigDict
 from configs.base import leaves
 from dapo_jax import hub, losses
 from dapo_jax.checkpoints import fingerprint
+from dapo_jax.checkpoints.fingerprint import Parent
 from dapo_jax.checkpoints.progress import Progress
 from dapo_jax.checkpoints.snapshots import Snapshots
 from dapo_jax.checkpoints.store import Checkpoints
 from dapo_jax.cli import compile_cache
-from dapo_jax.cli.config_flags import config_differences
+from dapo_jax.cli.config_flags import as_json
 from dapo_jax.learner import TrainState
 from dapo_jax.logs import writers
 from dapo_jax.logs.alarms import Alarms, require_finite
-from dapo_jax.logs.files import locked, read_json, read_rows, read_starts
+from dapo_jax.logs.files import locked, read_json, read_rows
 from dapo_jax.logs.metrics import Stopwatch
-from dapo_jax.logs.provenance import NAME as STARTS
 from dapo_jax.logs.record import Record
 from dapo_jax.rollout import StepPlan
 from dapo_jax.sampler.session import Stream
 from dapo_jax.setup import auto_sizes, checks, components, policy
 from dapo_jax.tasks.tokenizer import Tokenizer
 from sharding import hosts
-
-# Steps without a checkpoint, in units of checkpoint.every_steps, that a run can have finished when
-# it is killed: one is being saved, one is pending, and the step of the next waits for the first.
-UNSAVED = 3
-
-
-@dataclasses.dataclass(frozen=True)
-class Parent:
-    """The checkpoint that a fork begins from: a run's workdir, and its finished steps."""
-
-    workdir: pathlib.Path
-    step: int
-
-    @classmethod
-    def parse(cls, text: str) -> "Parent":
-        """Reads run:DIR@STEP; ValueError for anything else."""
-        kind, _, place = text.partition(":")
-        folder, _, step = place.rpartition("@")
-        if kind != "run" or not folder or not step.isdecimal():
-            raise ValueError(f"--start is {text!r}, but must be run:DIR@STEP, a run's checkpoint")
-        return cls(pathlib.Path(folder).resolve(), int(step))
-
-    def __str__(self) -> str:
-        return f"run:{self.workdir}@{self.step}"
 
 
 @dataclasses.dataclass
@@ -165,7 +139,8 @@ def open_run(
     """
     watch, run, trains = Stopwatch(), Run(config, workdir), reads == "training"
     check(config, training=trains)
-    _require_one_config(config)
+    # One with other settings would wait for ever.
+    fingerprint.require_alike(hosts.gather(as_json(config)), fingerprint.config_differences)
     unread = {"training": (), "evaluation": ("data.",), "": ("data.", "eval.")}[reads]
     hub.fetch(hub.paths(config, *unread))
     if until != "programs":
@@ -173,13 +148,15 @@ def open_run(
     if until == "training":
         _lock(config, workdir, stack)
     if trains:
-        run.parent = hosts.on_main(lambda: parent_of(workdir, parent))
+        run.parent = hosts.on_main(lambda: fingerprint.parent_of(workdir, parent))
         _open_checkpoints(run, stack)
 
     given, plans_training = dict(leaves(config)), trains or devices is not None
     auto_sizes.fit_model(config, training=plans_training)
     if devices is None:
-        config.tokenizer.date = config.tokenizer.date or hosts.on_main(lambda: _day(run))
+        begun = run.parent.workdir if run.parent else workdir
+        if not config.tokenizer.date:
+            config.tokenizer.date = hosts.on_main(lambda: fingerprint.day_of(begun))
         _read(run, reads)
     if plans_training:
         auto_sizes.fit_data(config, run.data, given=given)
@@ -196,31 +173,13 @@ def open_run(
     if plans_training:
         checks.check_divides(config, run.programs.mesh)
     if trains:
-        hosts.on_main(lambda: checks.check_same_config(config, workdir))
+        hosts.on_main(lambda: fingerprint.require_same_config(config, workdir))
     if until == "policy":
         _load_policy(run, step, may_differ)
     if until == "training":
         _restore(run)
         _begin(run, stack, watch)
     return run
-
-
-def _day(run: Run) -> str:
-    """Returns the day of a run's first start, or its parent's; "" of one before there were days."""
-    begun = run.parent.workdir if run.parent else run.workdir
-    if begun and (begun / "config.json").is_file():
-        with contextlib.suppress(ValueError):  # check_same_config refuses it
-            return read_json(begun / "config.json").get("tokenizer", {}).get("date", "")
-    return datetime.date.today().isoformat()
-
-
-def _require_one_config(config: ConfigDict) -> None:
-    """Refuses processes with different settings (ValueError), of which one would wait for ever."""
-    first, *others = hosts.gather(json.loads(config.to_json_best_effort()))
-    for process, theirs in enumerate(others, start=1):
-        if found := config_differences(first, theirs, before="{} on process 0"):
-            listed = fingerprint.listed(found)
-            raise ValueError(f"process {process} differs from process 0: {listed}")
 
 
 def check(config: ConfigDict, *, training: bool = True) -> None:
@@ -300,16 +259,17 @@ def _load_policy(run: Run, step: int | None, may_differ: tuple[str, ...]) -> Non
 def _restore(run: Run) -> None:
     """Reads the checkpoint that the run continues, and gives `checkpoints` its fingerprint."""
     config, programs, there = run.config, run.programs, run.checkpoints
-    ours = fingerprint.of_run(config, run.data) | {"origin": run.parent and str(run.parent)}
+    ours = fingerprint.of_run(config, run.data, run.parent)
     there.fingerprint = ours
     if restored := there.restore_latest(programs.state, report=logging.warning):
         run.step, run.state, progress = restored
         # A new --workdir does not know it: its checkpoint.directory does.
         theirs = ours["origin"] = (there.fingerprint_of(run.step) or {}).get("origin")
         run.parent = theirs and Parent.parse(theirs)
-        checks.check_steps_left(config, run.step, there.directory)
+        fingerprint.require_steps_left(config, run.step, there.directory)
     else:
-        hosts.on_main(lambda: _require_unsaved(run))
+        where = (config, run.workdir, there.directory, run.begin_step)
+        hosts.on_main(lambda: fingerprint.require_unsaved(*where))
         if run.parent:
             run.step = run.parent.step
             same = functools.partial(fingerprint.require_parent, ours=ours)
@@ -320,18 +280,6 @@ def _restore(run: Run) -> None:
     run.progress = Progress.from_json(progress)
     run.start_weights = programs.load_start_weights()
     _require_finite(run, run.state)
-
-
-def _require_unsaved(run: Run) -> None:
-    """Refuses to begin a run anew whose rows say that it has saved checkpoints (ValueError)."""
-    file, every = run.workdir / "metrics.jsonl", run.config.checkpoint.every_steps
-    finished = max((row["step"] + 1 for row in read_rows(file)), default=0) if file.exists() else 0
-    if finished - run.begin_step >= UNSAVED * every:
-        raise ValueError(
-            f"{file} has {finished} finished steps, but {run.checkpoints.directory} has no "
-            f"checkpoint, though checkpoint.every_steps is {every}; give the run's "
-            "checkpoint.directory, or another --workdir to start a new run"
-        )
 
 
 def _begin(run: Run, stack: contextlib.ExitStack, watch: Stopwatch) -> None:
@@ -391,28 +339,10 @@ def is_finished(config: ConfigDict, workdir: pathlib.Path, parent: Parent | None
     rows = read_rows(workdir / "metrics.jsonl")
     if not rows or rows[-1]["step"] + 1 != config.num_steps:
         return False
-    checks.check_same_config(config, workdir)
-    parent_of(workdir, parent)
+    fingerprint.require_same_config(config, workdir)
+    fingerprint.parent_of(workdir, parent)
     # Killed on its way to more steps there may be no checkpoint of this one.
     return read_json(workdir / "config.json").get("num_steps") == config.num_steps
-
-
-def parent_of(workdir: pathlib.Path, given: Parent | None) -> Parent | None:
-    """Returns what the run in `workdir` began from; `given` where there is none yet.
-
-    Raises ValueError where --start (`given`) is another one.
-    """
-    if not any((workdir / name).exists() for name in ("config.json", "metrics.jsonl")):
-        return given
-    starts = read_starts(workdir / STARTS)
-    begun = starts[-1].get("origin") if starts else None
-    if given and str(given) != begun:
-        began = f"with {begun}" if begun else "without a --start"
-        raise ValueError(
-            f"--start={given}, but {workdir} holds a run that began {began}; leave --start out to "
-            "resume it, or give another --workdir"
-        )
-    return Parent.parse(begun) if begun else None
 
 
 def parents_checkpoints(config: ConfigDict, parent: Parent) -> Checkpoints:
