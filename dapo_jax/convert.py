@@ -23,7 +23,6 @@ from dapo_jax import hub, learner
 from dapo_jax.cli import command
 from dapo_jax.logs.alarms import require_finite
 from dapo_jax.setup import policy
-from dapo_jax.setup.start import open_run
 from dapo_jax.tasks import tokenizer
 from models import families, hf, peft
 from models.hf_config import CONFIG_FILE, load_config, read_config
@@ -62,21 +61,19 @@ def convert(
     else:
         workdir = pathlib.Path(from_path)
         run_config = policy.run_config(workdir, trust_code=trust_code)
-        how = {"reads": "", "fit": lambda run: None, "step": step}
-        run = open_run(run_config, workdir, "policy", **how)
+        run, _, params, start = policy.load_policy(run_config, workdir, lambda *_: None, step=step)
         config, learning = run.programs.sizes, run.programs.learning
         if to_kind == "peft":
             if not learning.lora:
                 raise ValueError(f"--to is {target!r}, but {source} has learner.lora_rank = 0")
-            require_finite(run.params, f"--from={source}")
+            require_finite(params, f"--from={source}")
             with _complete(to_path) as folder:
                 how = {"base": run_config.model.path, "dtype": dtype}
-                peft.save_peft(run.params, config, learning.lora, folder, **how)
+                peft.save_peft(params, config, learning.lora, folder, **how)
             return f"{source} -> {target}: LoRA of rank {learning.lora.rank} in {dtype}"
         if learning.lora:
-            run.params = learner.policy_weights(run.params, run.start_weights, learning)
-            run.start_weights = None
-        params, run.params = learner.cast(run.params, dtype), None
+            params = learner.policy_weights(params, start, learning)
+        params, start = learner.cast(params, dtype), None  # lets go of them
         model_path = hub.local(run_config.model.path)
         tokenizer_path = epath.Path(hub.local(run_config.tokenizer.path) or model_path)
         kept = _kept(read_config(model_path)) if model_path else {}

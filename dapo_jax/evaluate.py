@@ -13,6 +13,7 @@ evaluates a Hugging Face directory, or ORG/NAME on its hub, with no config and n
 
 import collections
 import contextlib
+import functools
 import itertools
 import json
 import math
@@ -35,10 +36,10 @@ from dapo_jax.logs.display import evaluation_line
 from dapo_jax.logs.files import read_json
 from dapo_jax.logs.metrics import TASK, mean_measures
 from dapo_jax.sampler.session import Session
-from dapo_jax.setup import auto_sizes, components
-from dapo_jax.setup.start import Run, open_run
+from dapo_jax.setup import auto_sizes, components, policy
 from dapo_jax.tasks.base import BUILT_IN
 from dapo_jax.tasks.readers import KINDS, by_text
+from dapo_jax.tasks.tokenizer import Tokenizer
 from dapo_jax.types import Group, Verdict
 from sharding import hosts
 
@@ -265,12 +266,13 @@ def main(_):
             raise ValueError(f"--workdir={workdir} is a run's; give --model another one")
         hosts.on_main(lambda: (workdir / "eval").mkdir(parents=True, exist_ok=True))
         config.learner.lora_rank = 0  # a model alone has no factors
-        run = open_run(config, None, "policy", reads="evaluation", fit=fit_model)
+        fit = functools.partial(fit_model, config)
+        run = policy.open_policy(config, None, fit, evaluates=True)
     else:
         if theirs := hosts.on_main(lambda: config_of_run(workdir)):
             config_flags.fill_open(config, theirs)
             fingerprint.require_policy(config, theirs, f"the run in {workdir}")
-        run = open_run(config, workdir, "policy", reads="evaluation", step=given.step)
+        run = policy.open_policy(config, workdir, evaluates=True, step=given.step)
     say("\n".join([*run.chosen, *run.data.report_lines()]))
     settings = settings_of(config, of_model=bool(given.model))
     sets = run.data.eval_sets
@@ -281,9 +283,8 @@ def main(_):
             record.write_responses(workdir, f"{run.step}.{name}.{label}", groups)
 
     streams = components.eval_streams(config, run.tokenizer)
-    environments = components.environments(config, run.data, run.tokenizer)
-    how = {"environments": environments}
-    session = Session(run.programs.engine, run.take_policy(), *streams, **how)
+    how = {"environments": components.environments(config, run.data, run.tokenizer)}
+    session = Session(run.programs.engine, run.weights, *streams, **how)
     with Evaluation(session, sets, first_stream=0) as evaluation:
         results = evaluation.finish(report=say, keep=keep)
     paths = record.write_own_results(workdir, run.step, results, settings)
@@ -296,11 +297,11 @@ def main(_):
     say(f"written to {' '.join(map(str, paths))}, the responses to .jsonl.gz beside it")
 
 
-def fit_model(run: Run) -> None:
+def fit_model(config: ConfigDict, tokenizer: Tokenizer, data: components.Data) -> None:
     """Fills in lengths and cache for the evaluation sets of a model alone."""
-    sets = run.data.eval_sets.values()
-    auto_sizes.fit_lengths(run.config, run.data.longest_prompt())
-    auto_sizes.fit_cache(run.config, sum(len(it.dataset.prompts) * it.k for it in sets))
+    auto_sizes.fit_lengths(config, data.longest_prompt())
+    responses = sum(len(it.dataset.prompts) * it.k for it in data.eval_sets.values())
+    auto_sizes.fit_cache(config, responses)
 
 
 def config_of_run(workdir: pathlib.Path) -> dict | None:

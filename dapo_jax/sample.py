@@ -26,9 +26,10 @@ from dapo_jax.printable import printable_lines
 from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.setup import auto_sizes, components, policy
-from dapo_jax.setup.start import Run, open_run
+from dapo_jax.setup.policy import Policy
 from dapo_jax.tasks.math_problems import TEMPLATES_OF
 from dapo_jax.tasks.readers import templated
+from dapo_jax.tasks.tokenizer import Tokenizer
 from dapo_jax.types import Example, Message, Prompt, Response
 from sharding import hosts
 
@@ -37,7 +38,7 @@ PAGE_TOKENS = 128
 
 
 def answers(
-    run: Run, sampling: Sampling, messages: Sequence[Message], *, n: int, cursor: int, seed: int = 0
+    run: Policy, sampling: Sampling, messages: Sequence[Message], *, n: int, cursor: int, seed: int
 ) -> list[Response]:
     """Samples n responses to a prompt.
 
@@ -49,14 +50,14 @@ def answers(
         "typed",
     )
     key = jax.random.fold_in(components.key(run.config, components.EVAL_STREAM), seed)
-    session = Session(run.programs.engine, run.params, Stream(key, sampling))
+    session = Session(run.programs.engine, run.weights, Stream(key, sampling))
     session.submit(cursor, prompt, group_size=n)
     while session.unfinished:
         finished = session.step()
     return list(finished[0].responses)
 
 
-def answer(run: Run, sampling: Sampling, messages, *, n: int, cursor: int, seed: int) -> None:
+def answer(run: Policy, sampling: Sampling, messages, *, n: int, cursor: int, seed: int) -> None:
     """Samples the responses and prints them."""
     start = time.perf_counter()
     responses = answers(run, sampling, messages, n=n, cursor=cursor, seed=seed)
@@ -69,7 +70,7 @@ def answer(run: Run, sampling: Sampling, messages, *, n: int, cursor: int, seed:
     print(f"[{tokens} tokens in {seconds:.1f} s{note}]", file=sys.stderr, flush=True)
 
 
-def load(prompt: str | None, *, n: int) -> tuple[Run, str]:
+def load(prompt: str | None, *, n: int) -> tuple[Policy, str]:
     """Opens the policy that the flags name: (its run, the template around a question)."""
     given = flags.FLAGS
     if bool(given.workdir) == bool(given.model):
@@ -95,13 +96,13 @@ def load(prompt: str | None, *, n: int) -> tuple[Run, str]:
     if config.model.path:
         r.max_prompt_tokens = 0
 
-    def fit(run: Run) -> None:
+    def fit(tokenizer: Tokenizer, _) -> None:
         """Makes room for the prompt, or a typed one, and for responses behind it."""
         if config.model.path:
             most = r.max_prompt_tokens
             tokens = min(TALK_TOKENS, most if r.max_response_tokens else most // 2)
             if prompt is not None:
-                tokens = len(run.tokenizer.encode_chat(templated(prompt, template)))
+                tokens = len(tokenizer.encode_chat(templated(prompt, template)))
             if tokens > most:
                 response = f"a response of --max_tokens={r.max_response_tokens or 1}"
                 raise ValueError(f"--prompt has {tokens} tokens; {most} fit before {response}")
@@ -109,12 +110,10 @@ def load(prompt: str | None, *, n: int) -> tuple[Run, str]:
         auto_sizes.fit_cache(config, n)
 
     may_differ = ("tokenizer.chat", "tokenizer.date")  # chat_args among them
-    how = {"fit": fit, "step": given.step, "may_differ": may_differ}
-    run = open_run(config, workdir, "policy", reads="", **how)
+    run = policy.open_policy(config, workdir, fit, step=given.step, may_differ=may_differ)
     where = f"{workdir} after {run.step} steps" if workdir else given.model
     asks = f"--template={template!r}, chat {config.tokenizer.chat}"
     print(f"{where}, {asks}", file=sys.stderr)
-    run.params = run.take_policy()
     return run, template
 
 

@@ -20,8 +20,8 @@ import jax
 from absl import flags
 
 from dapo_jax import algorithm, evaluate, learner, losses, rollout
-from dapo_jax.checkpoints import digests
-from dapo_jax.checkpoints.fingerprint import Parent
+from dapo_jax.checkpoints import digests, fingerprint
+from dapo_jax.checkpoints.progress import Progress
 from dapo_jax.cli import command, config_flags
 from dapo_jax.logs import alarms, metrics
 from dapo_jax.sampler.session import Session
@@ -39,11 +39,9 @@ def train(config, workdir: pathlib.Path, parent=None, profile: int | None = None
     if profile is not None and not 0 <= profile < config.num_steps:
         raise ValueError(f"--profile={profile}: give one of the steps 0 to {config.num_steps - 1}")
     with contextlib.ExitStack() as stack:
-        run = start.open_run(config, workdir, "training", parent=parent, stack=stack)
+        run, state, progress = start.open_run(config, workdir, parent, stack)
         if profile is not None and profile < run.step:
             raise ValueError(f"--profile={profile}: that step is done; the next is {run.step}")
-        state, progress = run.state, run.progress
-        run.state = None  # its buffers are the first update's to overwrite
         if run.step == run.begin_step and run.sets and not run.evaluates_in(run.step):
             evaluate_alone(run, state, run.step)  # a fork: all have a first point
         for step in range(run.step, config.num_steps):
@@ -55,7 +53,7 @@ def train(config, workdir: pathlib.Path, parent=None, profile: int | None = None
     return conclude(workdir)
 
 
-def rl_step(run: start.Run, step: int, state: learner.TrainState, progress: start.Progress):
+def rl_step(run: start.Run, step: int, state: learner.TrainState, progress: Progress):
     """Takes one RL step: (state, progress, the message to stop with or None)."""
     watch = metrics.Stopwatch(jax.profiler.TraceAnnotation)
 
@@ -77,7 +75,7 @@ def rl_step(run: start.Run, step: int, state: learner.TrainState, progress: star
     return finish(run, done, state, progress, session, watch)
 
 
-def sample(run: start.Run, step: int, state, progress: start.Progress, watch: metrics.Stopwatch):
+def sample(run: start.Run, step: int, state, progress: Progress, watch: metrics.Stopwatch):
     """Samples and grades one step's groups (Eq. 11), and beside them an evaluation that is due.
 
     Returns (the rollouts, the scores as keys of a metrics row, the session of partial rollouts).
@@ -178,7 +176,7 @@ def finish(
     run: start.Run,
     done: metrics.Step,
     state: learner.TrainState,
-    progress: start.Progress,
+    progress: Progress,
     session: Session | None,
     watch: metrics.Stopwatch,
 ):
@@ -218,7 +216,7 @@ def finish(
     if run.sets and (ends or (stopped and run.evaluates_in(step + 1))):
         evaluate_alone(run, state, step + 1)
 
-    progress = start.Progress(rollouts.cursor, tokens, row, rollouts.partial, session)
+    progress = Progress(rollouts.cursor, tokens, row, rollouts.partial, session)
     if resumable:
         run.snapshots.take(step + 1, state, progress, arrays, force=ends or bool(stopped))
 
@@ -257,7 +255,7 @@ def main(_):
     given = flags.FLAGS
     config, workdir = given.config, pathlib.Path(given.workdir)
     hosts.start(several=given.distributed, cpu_devices=config.mesh.cpu_devices)
-    parent = Parent.parse(given.start) if given.start is not None else None
+    parent = fingerprint.Parent.parse(given.start) if given.start is not None else None
     if given.dry_run:
         return dry_run.dry_run(config, workdir, parent)
     return train(config, workdir, parent, given.profile)

@@ -9,8 +9,7 @@ from processes import ran
 from configs import base, tiny
 from dapo_jax import evaluate, sample
 from dapo_jax.logs import record
-from dapo_jax.setup import checks, components
-from dapo_jax.setup.start import open_run
+from dapo_jax.setup import checks, components, policy
 from dapo_jax.tasks.readers import templated
 from tests import quick
 
@@ -141,13 +140,12 @@ def test_two_prompts_of_one_text_differ_by_their_cursor(monkeypatch):
     monkeypatch.setattr("jax.jit", quick.jit)
     config = tiny.get_config()
     config.rollout.max_response_tokens, config.rollout.block_tokens = 48, 4
-    it = open_run(config, None, "policy", reads="", fit=lambda run: None)
-    it.params = it.take_policy()
+    it = policy.open_policy(config, None, lambda *_: None)
     sampling = components.sampling(config, it.tokenizer)
     messages = templated("7+5*2-3", "dapo")
 
     def tokens(sampling, cursor):
-        responses = sample.answers(it, sampling, messages, n=2, cursor=cursor)
+        responses = sample.answers(it, sampling, messages, n=2, cursor=cursor, seed=0)
         return [response.tokens_T.tolist() for response in responses]
 
     assert tokens(sampling, 0) != tokens(sampling, 1)

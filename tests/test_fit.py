@@ -1,6 +1,5 @@
 """Sizes that a config leaves open (0): what is chosen for them, and what is printed."""
 
-import functools
 import os
 
 import jax
@@ -9,8 +8,8 @@ import pytest
 from configs import any_model, base, one_gpu, tiny
 from dapo_jax import learner
 from dapo_jax.checkpoints import fingerprint
-from dapo_jax.setup import auto_sizes, checks, components
-from dapo_jax.setup.start import open_run
+from dapo_jax.preflight import examine
+from dapo_jax.setup import auto_sizes, checks, components, start
 
 OPEN = ("learner.row_tokens", "learner.micro_batch_rows", "rollout.slot_tokens")
 OPEN += ("rollout.cache_mib",)
@@ -38,7 +37,7 @@ def test_a_directory_and_data_are_enough_to_train(tmp_path):
     config = any_model.get_config()
     config.model.path = MODEL
     config.data.train = base.dataset(kind="arithmetic", count=100)
-    run = open_run(config, tmp_path, "programs")
+    run = start.plan_training(config, tmp_path, None)
     r, of = config.rollout, dict(base.leaves(config))
     names = ("model.family", "model.compute_dtype", "tokenizer.chat")
     assert [of[name] for name in names] == ["qwen2", "float32", "none"]
@@ -138,9 +137,7 @@ def test_preflight_plans_what_training_would_though_it_reads_no_data():
     """It planned a response of 0 tokens behind a prompt of all positions, and refused that."""
     config, devices = any_model.get_config(), jax.devices()
     config.model.path = MODEL
-    how = {"devices": devices, "device_bytes": 2**34}
-    fit = functools.partial(auto_sizes.fit_training, config, **how)
-    run = open_run(config, None, "programs", reads="", fit=lambda run: fit(), devices=devices)
+    run = examine.planned(config, devices, 2**34)
     r = config.rollout
     assert (r.max_prompt_tokens, r.max_response_tokens, r.generation_prompts) == (2048, 4096, 128)
     assert run.programs.engine.cache.slots > 0

@@ -72,7 +72,8 @@ def test_sets_by_flags_alone_are_graded_each_by_its_own_task(monkeypatch, file):
     lines = data.report_lines()
     assert lines[-1] == "training prompts: 25.0% data.train, 75.0% data.mixture.more"
     assert any(line.startswith("more.jsonl: 60 rows") for line in lines)
-    prompts = [data.stream[cursor] for cursor in range(40)]
+    stream = data.train.stream(config.seed)
+    prompts = [stream[cursor] for cursor in range(40)]
     assert sum(prompt.key == "data.mixture.more" for prompt in prompts) == 30
 
     tokenizer = components.tokenizer(config)

@@ -21,7 +21,7 @@ from dapo_jax.checkpoints.store import DamagedError
 from dapo_jax.logs.files import read_starts
 from dapo_jax.report.runs import load_run
 from dapo_jax.rollout import success_by
-from dapo_jax.setup import components, dry_run
+from dapo_jax.setup import components, dry_run, policy
 from dapo_jax.setup import start as starts
 from dapo_jax.setup.start import open_run
 from dapo_jax.types import Group, Response, Rollouts, Verdict
@@ -77,8 +77,8 @@ def test_a_fork_of_the_same_config_continues_as_its_parent_did_bitwise(parent, f
 def start(config, workdir: pathlib.Path, origin: Parent | None):
     """Starts a run up to its first step, and returns what it would go on with."""
     with contextlib.ExitStack() as stack:
-        run = open_run(config, workdir, "training", parent=origin, stack=stack)
-        return run, run.progress
+        run, _, progress = open_run(config, workdir, origin, stack)
+        return run, progress
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_processes_with_different_settings_are_refused_by_key(monkeypatch):
     monkeypatch.setattr(starts.hosts, "gather", lambda config: [config, other])
     message = "process 1 differs from process 0: rollout.cache_mib is 64, but 3 on process 0"
     with pytest.raises(ValueError, match=message):
-        open_run(recipe(), None, "policy", reads="evaluation")
+        policy.open_policy(recipe(), None, evaluates=True)
 
 
 def test_a_refused_fork_leaves_its_folder_to_any_run(parent, tmp_path):
@@ -188,12 +188,15 @@ def test_start_reads_a_folder_of_any_name_as_an_absolute_path(tmp_path, monkeypa
     assert Parent.parse(str(origin)) == origin
 
 
-def test_a_run_keeps_the_day_of_its_first_start(tmp_path):
+def test_a_run_keeps_the_day_of_its_first_start(tmp_path, monkeypatch):
     """What a chat template writes of the day belongs to the run, and to its forks."""
     assert fingerprint.day_of(tmp_path) == f"{datetime.date.today()}"
     for saved, kept in (({"date": "2024-02-29"}, "2024-02-29"), ({}, "")):
         (tmp_path / "config.json").write_text(json.dumps({"tokenizer": saved}))
         assert fingerprint.day_of(tmp_path) == kept
+    monkeypatch.setattr(starts, "plan", lambda config, read, fit, training: read)
+    read = starts.plan_training(recipe(), tmp_path / "fork", Parent(tmp_path, 2))
+    assert read.args[-1] == tmp_path
 
 
 def test_a_fork_needs_a_run(tmp_path):
@@ -255,7 +258,7 @@ def test_the_filter_keeps_what_its_rule_says_of_what_is_trained_on(rule):
     groups = [example for example, *_ in GROUPS]
     lengths = {"rollout.max_response_tokens": 10, "algo.overlong_cache_tokens": 4}
     config = recipe(**lengths, **{"algo.filter_groups": rule})
-    data = types.SimpleNamespace(stream=(), train=types.SimpleNamespace(grade=None))
+    data = types.SimpleNamespace(train=types.SimpleNamespace(grade=None, stream=lambda seed: ()))
     plan = components.step_plan(config, data)
     marked_PG = np.stack([plan.success(example) for example in groups])
     assert algorithm.informative_groups(marked_PG).tolist() == expected

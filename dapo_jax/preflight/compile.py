@@ -85,16 +85,18 @@ def without_weights(config: ConfigDict) -> ConfigDict:
     return config
 
 
+def any_tokenizer(vocab_size: int) -> types.SimpleNamespace:
+    """Stands for the tokenizer, of which programs need only this."""
+    return types.SimpleNamespace(stop_ids=(vocab_size - 1,), pad_id=0, vocab_size=vocab_size)
+
+
 def lowered_programs(built: components.Programs) -> dict[str, jax.stages.Lowered]:
     """Returns the config's programs by name, ready for the compiler: the largest of each kind.
 
     Prefill is that of the longest prompt, recompute (partial rollouts) of the longest response,
     decoding of all rows, the update that of the longest rows.
     """
-    config, vocab_size = built.config, built.sizes.vocab_size
-    ids = types.SimpleNamespace(  # stands for the tokenizer, of which programs need only this
-        stop_ids=(vocab_size - 1,), pad_id=0, vocab_size=vocab_size
-    )
+    config, ids = built.config, any_tokenizer(built.sizes.vocab_size)
     sampling = components.sampling(config, ids)
     streams = components.eval_streams(config, ids) if config.eval.every_steps else ()
     with jax.set_mesh(built.mesh):

@@ -11,13 +11,13 @@ from dapo_jax.preflight.chips import GIB, Chip, chip_of
 from dapo_jax.preflight.compile import (
     DoesNotFit,
     Program,
+    any_tokenizer,
     compiled_programs,
     topology_devices,
     without_weights,
 )
-from dapo_jax.setup import auto_sizes, components
+from dapo_jax.setup import auto_sizes, components, start
 from dapo_jax.setup.dry_run import device_bytes, memory
-from dapo_jax.setup.start import open_run
 from models.parameters import ModelConfig
 from models.transformer import abstract_params
 
@@ -137,15 +137,25 @@ def examine(
     say: reports each program that is ready. Raises ValueError for settings that cannot work,
     DoesNotFit for a program that does not.
     """
-
-    def fit(run):
-        auto_sizes.fit_training(config, devices=devices, device_bytes=chip.hbm_bytes)
-
-    run = open_run(config, None, "programs", reads="", fit=fit, devices=devices)
+    run = planned(config, devices, chip.hbm_bytes)
     for line in run.chosen:
         say(line)
     phases = memory_phases(run.programs, compiled_programs(run.programs, say=say))
     return Findings(title, chip, run.programs, phases)
+
+
+def planned(config: ConfigDict, devices, device_bytes: int) -> start.Planned:
+    """Plans what training would on these devices, without tokenizer and data."""
+
+    def read():
+        tokenizer = any_tokenizer(components.model_sizes(config).vocab_size)
+        return tokenizer, components.load_data(config, tokenizer, training=False, evaluates=False)
+
+    def fit(*_):
+        auto_sizes.fit_training(config, devices=devices, device_bytes=device_bytes)
+
+    start.accept(config, "data.", "eval.", training=False)
+    return start.plan(config, read, fit, training=True, devices=devices)
 
 
 def memory_phases(built: components.Programs, programs: dict[str, Program]) -> list[Phase]:

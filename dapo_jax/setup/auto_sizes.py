@@ -89,18 +89,17 @@ def fit_lengths(config: ConfigDict, prompt_tokens: int, *, most: int = LONGEST_R
         a.overlong_cache_tokens = int(CACHE_OF_RESPONSE * r.max_response_tokens)
 
 
-def fit_data(config: ConfigDict, data: components.Data | None, *, given: Mapping) -> None:
+def fit_data(config: ConfigDict, data: components.Data, *, given: Mapping) -> None:
     """Fills in a training config's lengths and first generation batch.
 
-    data: None: it is not read (preflight). given: the config's values before `fit_model`.
+    data: without sets where it is not read (preflight). given: the values before `fit_model`.
     """
-    r, train = config.rollout, data and data.train
-    known = given[PROMPT_KEY] or data is None
+    r, train = config.rollout, data.train
+    known = given[PROMPT_KEY] or not data.sets
     longest = r.max_prompt_tokens if known else data.longest_prompt()
     fit_lengths(config, longest, most=LONGEST_TRAINED)
     if not r.generation_prompts:
-        shares = train.shares if train else {}
-        there = [len(train.sets[key].prompts) / share for key, share in shares.items()]
+        there = [len(train.sets[key].prompts) / share for key, share in train.shares.items()]
         r.generation_prompts = max(1, int(min([2 * r.num_prompts, *there])))
 
 

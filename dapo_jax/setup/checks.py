@@ -29,18 +29,19 @@ def _refusing(conditions: Callable) -> Callable:
     return check
 
 
-def together(*looks: Callable) -> None:
-    """Calls the functions; ValueError with what all of them refuse."""
-    refusals = []
+def together(*looks: Callable) -> list:
+    """Calls the functions, and returns their results; ValueError with what all of them refuse."""
+    results, refusals = [], []
     for look in looks:
         try:
-            look()
+            results.append(look())
         except (ValueError, OSError) as error:
             if not failures.is_refusal(error):
                 raise
             refusals.append(str(error))
     if refusals:
         raise ValueError(numbered(refusals))
+    return results
 
 
 @_refusing

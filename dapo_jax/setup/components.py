@@ -21,7 +21,7 @@ from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.engine import Engine, token_bytes
 from dapo_jax.sampler.session import Stream
 from dapo_jax.setup import checks
-from dapo_jax.tasks.datasets import Dataset, Mixture, PromptStream, load_dataset
+from dapo_jax.tasks.datasets import Dataset, Mixture, load_dataset
 from dapo_jax.tasks.tokenizer import Tokenizer, load_tokenizer
 from dapo_jax.types import Batch
 from models import families
@@ -188,17 +188,16 @@ class EvalSet:
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """The data sets that a command reads; train and stream are None where it does not train."""
+    """The data sets that a command reads; those that it does not read are left out."""
 
-    train: Mixture | None
-    stream: PromptStream | None
+    train: Mixture
     eval_sets: dict[str, EvalSet]
 
     @property
     def sets(self) -> dict[str, Dataset]:
         """All data sets: training's by their keys, then those that are evaluated by their names."""
-        train = self.train.sets if self.train else {}
-        return train | {name: chosen.dataset for name, chosen in self.eval_sets.items()}
+        evaluated = {name: chosen.dataset for name, chosen in self.eval_sets.items()}
+        return {**self.train.sets, **evaluated}
 
     def longest_prompt(self) -> int:
         """Counts the tokens of the longest prompt."""
@@ -208,14 +207,16 @@ class Data:
     def report_lines(self) -> list[str]:
         """Accounts for each row of each data set."""
         lines = [line for of in self.sets.values() for line in of.report.lines()]
-        if self.train and len(self.train.sets) > 1:
+        if len(self.train.sets) > 1:
             shares = [f"{share:.1%} {key}" for key, share in self.train.shares.items()]
             lines.append(f"training prompts: {', '.join(shares)}")
         return lines
 
 
-def load_data(config: ConfigDict, tokenizer: Tokenizer, *, training: bool) -> Data:
-    """Loads and tokenizes the evaluation sets, and the training sets if `training`."""
+def load_data(
+    config: ConfigDict, tokenizer: Tokenizer, *, training: bool, evaluates: bool = True
+) -> Data:
+    """Loads and tokenizes the training sets if `training`, the evaluation sets if `evaluates`."""
     r = config.rollout
     of_run = {"tokenizer": tokenizer, "max_prompt_tokens": r.max_prompt_tokens}
     of_run["environment_seconds"] = r.environment_seconds
@@ -225,16 +226,14 @@ def load_data(config: ConfigDict, tokenizer: Tokenizer, *, training: bool) -> Da
 
     eval_sets = {
         name: EvalSet(load(f"eval.sets.{name}", settings), settings["k"])
-        for name, settings in eval_settings(config).items()
+        for name, settings in (eval_settings(config) if evaluates else {}).items()
     }
-    if not training:
-        return Data(None, None, eval_sets)
-    settings = mixture_settings(config)
+    settings = mixture_settings(config) if training else {}
     sets = {key: load(key, of_set) for key, of_set in settings.items()}
     train = Mixture(sets, {key: of_set["weight"] for key, of_set in settings.items()})
     for key, share in train.shares.items():
         checks.check_enough_prompts(config, key, len(sets[key].prompts), share)
-    return Data(train, train.stream(config.seed), eval_sets)
+    return Data(train, eval_sets)
 
 
 def environments(config: ConfigDict, data: Data, tokenizer: Tokenizer) -> Environments | None:
@@ -257,7 +256,7 @@ def step_plan(config: ConfigDict, data: Data) -> StepPlan:
     """Makes the plan of what each training step samples."""
     r = config.rollout
     return StepPlan(
-        prompt_at=data.stream.__getitem__,
+        prompt_at=data.train.stream(config.seed).__getitem__,
         grade=data.train.grade,
         group_size=r.group_size,
         num_prompts=r.num_prompts,

@@ -14,10 +14,9 @@ from ml_collections import ConfigDict
 from dapo_jax import hub, learner
 from dapo_jax.checkpoints import fingerprint
 from dapo_jax.checkpoints.fingerprint import Parent
-from dapo_jax.checkpoints.store import DamagedError
+from dapo_jax.checkpoints.store import Checkpoints, DamagedError
 from dapo_jax.printable import printable, shortened
-from dapo_jax.setup import components
-from dapo_jax.setup.start import open_run, parents_checkpoints
+from dapo_jax.setup import components, start
 from dapo_jax.tasks.tokenizer import Tokenizer
 from models import hf
 from sharding import hosts
@@ -32,17 +31,23 @@ def dry_run(config: ConfigDict, workdir: pathlib.Path, parent: Parent | None) ->
     parent: that of --start. Raises ValueError or OSError, as the start does.
     """
     say = print if hosts.is_main_host() else lambda line: None
-    run = open_run(config, workdir, "programs", parent=parent)
+    start.accept(config, training=True)
+    parent = hosts.on_main(lambda: fingerprint.parent_of(workdir, parent))
+    directory, step, require = start.directory_of(config, workdir), None, fingerprint.require_parent
+    if hosts.on_main(directory.is_dir):
+        there = Checkpoints(directory, keep=None)
+        step = hosts.on_main(there.latest_step)
+    if own := step is not None:
+        require = functools.partial(fingerprint.require_same, report=say)
+    elif parent:
+        there, step = start.parents_checkpoints(config, parent), parent.step
+    run = start.plan_training(config, workdir, parent)
     if config.model.path:
         hf.check_files(hub.local(config.model.path), run.programs.sizes, needed=True)
     say("\n".join([*run.lines(), *example_lines(run.data, run.tokenizer)]))
-    ours = fingerprint.of_run(config, run.data, run.parent)
-    there, step, require = run.checkpoints, run.step, fingerprint.require_parent
-    if step is not None:
+    ours = fingerprint.of_run(config, run.data, parent)
+    if own:
         fingerprint.require_steps_left(config, step, there.directory)
-        require = functools.partial(fingerprint.require_same, report=say)
-    elif run.parent:
-        there, step = parents_checkpoints(config, run.parent), run.parent.step
     theirs = None
     try:
         theirs = step is not None and hosts.on_main(lambda: there.fingerprint_of(step))
@@ -50,9 +55,9 @@ def dry_run(config: ConfigDict, workdir: pathlib.Path, parent: Parent | None) ->
         say(f"{error}: a start would try the checkpoint before")
     if theirs:
         require(theirs, ours=ours, where=f"checkpoint {step} in {there.directory}")
-    done, steps = run.begin_step if run.step is None else run.step, config.num_steps
     say("\n".join(memory_lines(run.programs)))
-    say(f"dry run: {done} of {steps} steps are done in {workdir}. Nothing was written or compiled")
+    done = f"{step or 0} of {config.num_steps} steps are done in {workdir}"
+    say(f"dry run: {done}. Nothing was written or compiled")
 
 
 def example_lines(data: components.Data, tokenizer: Tokenizer) -> list[str]:

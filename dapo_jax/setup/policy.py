@@ -1,16 +1,29 @@
 """The policy of a run, read by other commands: its config, its checkpoint, and what must agree."""
 
+import contextlib
+import dataclasses
+import functools
 import pathlib
+from collections.abc import Callable
 
 from ml_collections import ConfigDict
 
 from dapo_jax.checkpoints import fingerprint
 from dapo_jax.checkpoints.store import Checkpoints
+from dapo_jax.cli import compile_cache
 from dapo_jax.cli.config_flags import complete, current
 from dapo_jax.logs.files import read_json
-from dapo_jax.setup import components
+from dapo_jax.setup import auto_sizes, components, start
 from models import families
 from sharding import hosts
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy(start.Planned):
+    """A policy to sample, after `step` finished steps; weights: the sampler's."""
+
+    step: int
+    weights: dict
 
 
 def run_config(workdir: pathlib.Path, *, trust_code: bool) -> ConfigDict:
@@ -65,3 +78,41 @@ def restored(
     # The KL term, which needs start weights too, is training's.
     start_weights = programs.load_start_weights() if lora else None
     return step, params if step else programs.start_params(), start_weights
+
+
+def load_policy(
+    config: ConfigDict,
+    workdir: pathlib.Path | None,
+    fit: Callable | None = None,
+    *,
+    evaluates: bool = False,
+    step: int | None = None,
+    may_differ: tuple[str, ...] = (),
+) -> tuple[start.Planned, int, dict, dict | None]:
+    """Loads the policy of a run's checkpoint: (plan, finished steps, what is trained, start's).
+
+    workdir: the run's; None: there is only the config's model. fit: as of `plan`; None: as training
+    does. evaluates: whether the evaluation sets are read. step: of the checkpoint; None: the
+    newest. may_differ: keys of the policy that may differ from the run's.
+    """
+    start.accept(config, *(("data.",) if evaluates else ("data.", "eval.")), training=False)
+    compile_cache.enable(several=hosts.count() > 1)
+    read = functools.partial(start.read_data, config, workdir, training=False, evaluates=evaluates)
+    fit = fit or (lambda *_: auto_sizes.fit_training(config))
+    planned = start.plan(config, read, fit, training=False)
+    if workdir is None:
+        params = planned.programs.load_weights(dtype=config.model.compute_dtype)
+        found = (0, params, None)
+    else:
+        with contextlib.closing(
+            Checkpoints(start.directory_of(config, workdir), keep=None)
+        ) as saved:
+            found = restored(planned.programs, saved, step, may_differ=may_differ)
+    start.require_finite_start(config, *found)
+    return planned, *found
+
+
+def open_policy(*arguments, **how) -> Policy:
+    """Loads a policy, as `load_policy` does, and gives the sampler its weights."""
+    planned, step, *trained = load_policy(*arguments, **how)
+    return Policy(**vars(planned), step=step, weights=planned.programs.reshard(*trained))
