@@ -58,6 +58,28 @@ class Parent:
     def __str__(self) -> str:
         return f"run:{self.workdir}@{self.step}"
 
+    def checkpoints(self, num_steps: int) -> epath.Path:
+        """Finds the run's checkpoints for a fork of so many steps, its parent's among them.
+
+        Raises FileNotFoundError where the run or the step is not there, ValueError for too few.
+        """
+        file = self.workdir / "config.json"
+        theirs = read_json(file) if file.is_file() else {}
+        if "checkpoint" not in theirs:  # a model's directory has a config.json too
+            raise FileNotFoundError(f"--start={self}: {file} is missing, or no run's config")
+        directory = epath.Path(theirs["checkpoint"]["directory"] or self.workdir / "checkpoints")
+        steps = sorted(int(it.name) for it in directory.glob("*") if it.name.isdecimal())
+        if self.step not in steps:
+            raise FileNotFoundError(
+                f"--start={self}: {directory} has no checkpoint {self.step}, only {steps}"
+            )
+        if num_steps <= self.step:
+            raise ValueError(
+                f"num_steps = {num_steps}, but --start={self} begins after {self.step} steps, "
+                "which count too"
+            )
+        return directory
+
 
 def of_run(config: ConfigDict, data, parent=None) -> dict:
     """Returns this run's fingerprint, JSON-able; ValueError where the processes' differ.

@@ -40,7 +40,7 @@ def together(*looks: Callable) -> list:
                 raise
             refusals.append(str(error))
     if refusals:
-        raise ValueError(numbered(refusals))
+        raise ValueError(numbered(list(dict.fromkeys(refusals))))
     return results
 
 

@@ -115,7 +115,6 @@ def accept(config: ConfigDict, *unread: str, training: bool) -> None:
     unread: how keys begin whose paths the command does not read.
     """
     check(config, training=training)
-    # One with other settings would wait for ever.
     fingerprint.require_alike(hosts.gather(as_json(config)), fingerprint.config_differences)
     hub.fetch(hub.paths(config, *unread))
 
@@ -178,7 +177,7 @@ def open_run(
     watch = Stopwatch()
     accept(config, training=True)
     compile_cache.enable(several=hosts.count() > 1)
-    _lock(config, workdir, stack)
+    hosts.on_main(lambda: _lock(config, workdir, stack))
     parent = hosts.on_main(lambda: fingerprint.parent_of(workdir, given))
     c = config.checkpoint
     own = Checkpoints(directory_of(config, workdir), keep=c.keep, keep_period=c.keep_period)
@@ -245,14 +244,10 @@ def open_run(
 
 def _lock(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack) -> None:
     """Makes the folders this run's until the stack is closed; ValueError where they are taken."""
-
-    def lock():
-        elsewhere = config.checkpoint.directory
-        places = {workdir.resolve(), pathlib.Path(elsewhere or workdir).resolve()}
-        for place in places if "://" not in elsewhere else {workdir}:
-            stack.enter_context(locked(place))
-
-    hosts.on_main(lock)
+    elsewhere = config.checkpoint.directory
+    places = {workdir.resolve(), pathlib.Path(elsewhere or workdir).resolve()}
+    for place in places if "://" not in elsewhere else {workdir}:
+        stack.enter_context(locked(place))
 
 
 def directory_of(config: ConfigDict, workdir: pathlib.Path) -> epath.Path:
@@ -284,30 +279,8 @@ def _restored(planned: Planned, own: Checkpoints, workdir: pathlib.Path, parent:
 
 
 def parents_checkpoints(config: ConfigDict, parent: Parent) -> Checkpoints:
-    """Opens the checkpoints of a fork's parent; refuses, before it is read, one that is not there.
-
-    config: the fork's. Raises FileNotFoundError and ValueError, on all processes alike.
-    """
-
-    def find():
-        file = parent.workdir / "config.json"
-        theirs = read_json(file) if file.is_file() else {}
-        if "checkpoint" not in theirs:  # a model's directory has a config.json too
-            raise FileNotFoundError(f"--start={parent}: {file} is missing, or no run's config")
-        directory = epath.Path(theirs["checkpoint"]["directory"] or parent.workdir / "checkpoints")
-        steps = sorted(int(it.name) for it in directory.glob("*") if it.name.isdecimal())
-        if parent.step not in steps:
-            raise FileNotFoundError(
-                f"--start={parent}: {directory} has no checkpoint {parent.step}, only {steps}"
-            )
-        if config.num_steps <= parent.step:
-            raise ValueError(
-                f"num_steps = {config.num_steps}, but --start={parent} begins after {parent.step} "
-                "steps, which count too"
-            )
-        return directory
-
-    return Checkpoints(hosts.on_main(find), keep=None)
+    """Opens the checkpoints of a fork's parent, on all processes alike. config: the fork's."""
+    return Checkpoints(hosts.on_main(lambda: parent.checkpoints(config.num_steps)), keep=None)
 
 
 def require_finite_start(config: ConfigDict, step: int, loaded, start_weights: dict | None) -> None:
