@@ -167,7 +167,7 @@ _PLAIN_CHARACTERS = str.maketrans(
     }
 )
 _STRICT_REPLACED = (
-    (re.compile(r"\\!"), ""),
+    (re.compile(r"\\! ?"), ""),
     (re.compile(r"\\varnothing(?![a-zA-Z])|\\\{ ?\\\}"), r"\\emptyset "),
     (re.compile(r"(?i)\b(?<!\\)infinity\b"), r"\\infty "),
     (re.compile(r"(?<=\d)\*\*(?=[-({\d])"), "^"),
@@ -190,6 +190,8 @@ _STRICT_REPLACED = (
     (re.compile(r"(\\frac\{[^{}]*\}) ?([0-9])"), r"\1{\2}"),
     (re.compile(r"\\sqrt ?([0-9A-Za-z])"), r"\\sqrt{\1}"),
     (re.compile(r"(?<=\d) (?!\d{3}/)(\d+)/(\d+)"), r"\\frac{\1}{\2}"),  # 2 1/2 is a mixed number
+    # A list: 101, 103 is no 101103.
+    (re.compile(r"(?<=\d), (?=\d{3}(?!\d))(?![^()\[\]{}]*[)\]}])"), ";"),
     # A space says something only between two words, and before a unit.
     (re.compile(r"(?<![\w}]) | (?!\w)"), ""),
 )

@@ -6,6 +6,7 @@ limits (`isolated`): whole formulas only, and the numbers in a chain of "=" must
 side.
 """
 
+import collections
 import functools
 import itertools
 import json
@@ -54,11 +55,16 @@ _DENIED = re.compile(
 # The box is a part of a formula, or what the answer is not.
 _OF_MORE = re.compile(
     r"(?:\\neq? ?|≠ ?|\\(?:cdot|times|[lg]t) ?|\\(?:sqrt|[dt]?frac)\{|[}_^]\{|[\d/^]|(?<!-)-"
-    r"|(?<![\w</])[\w)}]{1,3} ?[<>] ?)$"
+    r"|(?<![\w</])[\w)}]{1,3} ?[<>] ?"
+    r"|(?:(?<=[^-\n])[-\u2212+]|\\pm|\\(?:ln|log|pi|theta|alpha)|\\sqrt ?\w)"
+    r"(?: |\\[;,!:]|\\left[(\[])*\$?)$"
 )
 _GOES_ON = re.compile(
     r"\^(?!\{?\\circ)| ?\\(?:cdot|times|div|pm|pi|sqrt|[dt]?frac|ln|log)(?![a-z])|\.?\d"
-    r"| ?[+/] ?(?:[\d\\({]|\w\b)|-\d|[abceiknxyz](?![a-z])|[ $]*(?:thousand|[mbt]r?illion|dozen)\b"
+    r"| ?\\(?:theta|alpha|sin|cos|left)(?![a-z])| ?\\mathrm\{[a-z]\}|,\d{3}|:\d| ?- ?\d"
+    r"| ?\((?=[\w+-]+\))|[ $]*or \$?\d"
+    r"| ?[+/] ?(?:[\d\\({]|\w\b)|[abceiknpqruwxyzR](?![a-z])"
+    r"|[ $]*(?:thousand|[mbt]r?illion|dozen)\b"
 )
 # The unit behind a box; "in" is most often no inch.
 _BEHIND = re.compile(
@@ -139,6 +145,9 @@ def _last_boxes(text: str, boxes: list[tuple[int, int, int]]) -> tuple[str | Non
 
 # What needs no algebra.
 
+_WORD = re.compile(
+    r"(?i)\w+ [\w ]+|[a-z]?[a-z]{4,}|yes|no|odd|all|[a-e]"
+)  # R and r are two letters
 _LETTERS = re.compile(r"[A-Za-z]{3,}|\b(?:or|no|to|if|is|in|at|of|by)\b", re.IGNORECASE)
 _COMMAND = re.compile(r"\\(?:begin|end)\{\w+\}|\\(?:operatorname|mathbb)\{\w+\}|\\[A-Za-z]+")
 _FUNCTIONS = re.compile(r"(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|log|exp|sqrt|gcd|lcm|max|min|mod")
@@ -155,6 +164,9 @@ _IN_ORDER = re.compile(
     r"\^\{?(?:T|\\top|\*|\\dagger)|[a-zA-Z}] ?\\times ?(?:[a-zA-Z]|\\(?:vec|mathbf))"
     r"|(?<![A-Za-z\\])[A-Z]{2}"
 )
+_GREEK_CAPITAL = re.compile(r"\\(?:Gamma|Delta|Theta|Lambda|Xi|Pi|Sigma|Phi|Psi|Omega)(?![a-z])")
+_JOINED = re.compile(r"\b(?:and|or)\b")
+_BESIDE = re.compile(r"(?<![\\\w}^_])\{[^{}]*\} ?\{")  # which the library adds
 _DATE_OR_TIME = re.compile(r"\d:\d|\d-\d+-\d")
 _COMMA = re.compile(r"[,;](?![^()\[\]{}]*[)\]}])")  # outside brackets
 _UNKNOWN = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{1,2}(?![A-Za-z])")
@@ -164,12 +176,22 @@ _DECIMAL = re.compile(
 )
 # The library adds numbers that stand side by side, and reads y' as y.
 _SPELLED_OUT = (
+    (re.compile(r"\\[dt]?binom ?(\d)"), r"\\binom{\1}"),
+    (re.compile(r"(\\[dt]?binom\{[^{}]*\}) ?(\d)"), r"\1{\2}"),
     (re.compile(r"(?<![\d.^_])(\d+) ?\\frac\{(\d+)\}\{(\d+)\}"), r"(\1+\\frac{\2}{\3})"),
+    (
+        re.compile(
+            r"(\\(?:[dt]?binom|frac)(?:\{[^{}]*\}){2}) ?(?=\\[dt]?(?:binom|frac|sqrt)|[\d(])"
+        ),
+        r"\1\\cdot ",
+    ),
     (re.compile(r"(?<![\d.^_])(\d+) ?(?=\(|\\frac|\\binom)"), r"\1\\cdot "),
     (re.compile(r"(?<![_^]\{\w)(?<![A-Za-z])\}(?=\()|(?<=\d)\)(?=[\d(]|\\frac)"), r"\g<0>\\cdot "),
     (re.compile(r"\\frac(\\[a-z]+) ?(\d)"), r"\\frac{\1}{\2}"),
     (re.compile(r"([A-Za-z])('+)"), lambda it: f"{it[1]}_{{90{len(it[2])}}}"),
 )
+_LETTER = re.compile(r"\\[A-Za-z]+|[^A-Za-z]")
+_CAPITAL = re.compile(r"\\[A-Za-z]+|(?P<capital>[A-Z])(?P<index>_(?:\w|\{\w+\}))?")
 _REMAINDER = re.compile(r"(\d+) ?\\bmod ?([1-9]\d*)")
 _OPENS_SET = re.compile(r"(?:\\left)?\\\{")
 _OPENS_LIST = re.compile(r"(?:\\left)?[(\[](?!.*[)\]],)")
@@ -190,8 +212,9 @@ def decide(answer: str | None, truth: str, rest: str = "") -> Verdict | tuple[st
     verdict = compare_answers(mine, right, rest)
     if verdict.status != "wrong":
         return verdict
-    if mine.form.casefold() == right.form.casefold() and len(right.form) > 2:
-        return verdict._replace(correct=True, status="correct")
+    if _WORD.fullmatch(right.form) and mine.form.casefold() == right.form.casefold():
+        status = "retracted" if retracts(rest, mine.form) else "correct"
+        return verdict._replace(correct=status == "correct", status=status)
     mine = mine._replace(form=_without_names(mine.form, right.form))
     right = right._replace(form=_without_names(right.form, mine.form))
     if differ(mine.unit, right.unit):
@@ -276,7 +299,17 @@ def _hopeless(one: str, other: str) -> bool:
         or (exact_number(other) is not None and _ORDER.search(one))
         or _DATE_OR_TIME.search(f"{one} {other}")
         or _DANGLES.search(one)
+        or {*_GREEK_CAPITAL.findall(one)} != {*_GREEK_CAPITAL.findall(other)}
+        or _BESIDE.search(f"{one} {other}")
+        or _repeats(one, other)
+        or (_ORDER.search(one) and {*_JOINED.findall(one)} != {*_JOINED.findall(other)})
     )
+
+
+def _repeats(*forms: str) -> bool:
+    """Returns whether the items of a list are those of a truth that repeats some, but as often."""
+    one, other = (collections.Counter(_COMMA.split(_AND.sub(",", form))) for form in forms)
+    return one.keys() == other.keys() and one != other and max(other.values()) > 1
 
 
 def _terms(form: str) -> list[str]:
@@ -387,8 +420,10 @@ def grade_symbolic(answer: str, truth: str) -> Verdict:
     import math_verify
 
     sides = EQUALS.split(answer) if not EQUALS.search(truth) else [answer]
-    readings = [_read(side) for side in sides]
-    gold = _read(truth)
+    letters = {*_LETTER.sub("", f"{answer}={truth}")}
+    cased = {it for it in letters if it.isupper() and it.lower() in letters}
+    readings = [_read(side, cased) for side in sides]
+    gold = _read(truth, cased)
     if not all(readings):
         return Verdict(False, answer, "unreadable_answer")
     if not gold:
@@ -402,9 +437,10 @@ def grade_symbolic(answer: str, truth: str) -> Verdict:
     return Verdict(correct, answer, "correct" if correct else "wrong")
 
 
-def _read(formula: str) -> list:
+def _read(formula: str, cased: set[str]) -> list:
     """Returns what the library reads in the whole of the formula; empty where it cannot.
 
+    cased: capitals that are other letters than their small ones, which the library takes for one.
     Decimals are read as fractions, and rational formulas as their value: both are compared exactly.
     """
     import math_verify
@@ -413,6 +449,8 @@ def _read(formula: str) -> list:
     formula = _DEGREES.sub(r"(\1\\cdot\\frac{\\pi}{180})", _AND.sub(", ", formula))
     for pattern, new in _SPELLED_OUT:
         formula = pattern.sub(new, formula)
+    if cased:
+        formula = _CAPITAL.sub(lambda it: _subscripted(it, cased), formula)
     formula = _REMAINDER.sub(lambda digits: str(int(digits[1]) % int(digits[2])), formula)
     formula = _DECIMAL.sub(
         lambda number: rf"\frac{{{number[1]}{number[2]}}}{{1{'0' * len(number[2])}}}", formula
@@ -427,6 +465,11 @@ def _read(formula: str) -> list:
         parsing_timeout=None,
     )
     return [it.doit() if _is_value(it) else it for it in readings]
+
+
+def _subscripted(found: re.Match, cased: set[str]) -> str:
+    capital, index = found["capital"], (found["index"] or "").strip("_{}")
+    return f"{capital}_{{91{index}}}" if capital in cased else found[0]
 
 
 def _is_value(reading) -> bool:
