@@ -2,6 +2,10 @@
 
 python -m experiments.smollm2.fetch --to=runs/smollm2_135m
 python -m dapo_jax.train --config=configs/smollm2_135m_guess.py --workdir=runs/guess
+
+Hardware: two CPU cores. The result is open: before training 5.9 % of 57 held-out games are won (4
+samples each; 4 tries, 8 numbers), and no run has reached its 12 steps yet; the first four took
+155 to 260 s each beside other work.
 """
 
 from configs import base, smollm2_135m
