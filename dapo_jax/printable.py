@@ -1,5 +1,7 @@
 """Text of unknown origin, a model's above all, as a terminal may show it."""
 
+from collections.abc import Mapping, Sequence
+
 
 def printable(text: str) -> str:
     """Shows text on one line: nothing in it can move the cursor or change colours.
@@ -26,3 +28,8 @@ def shortened(text: str, *, limit: int) -> str:
 def printable_lines(text: str) -> str:
     """Shows text as `printable` does, but for its line breaks and tabs."""
     return "".join(char if char in "\n\t" else printable(char) for char in text)
+
+
+def conversation(turns: Sequence[Mapping[str, str]]) -> str:
+    """Says who said what."""
+    return "\n".join(f"[{turn['role']}] {turn['content'].strip()}" for turn in turns)

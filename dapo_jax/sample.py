@@ -2,18 +2,21 @@
 
     python -m dapo_jax.sample --workdir=DIR [--step=N] [--prompt="What is 7 * 8?"]
     python -m dapo_jax.sample --model=DIR [--nochat] [--n=4] [--temperature=0] [--max_tokens=512]
+        [--environment=module:Class --columns='{"secret": 5}']
 
 The policy is a run's checkpoint (the newest, or that after N steps) or a Hugging Face directory.
 Without --prompt each typed line is a question of its own; an empty line, or the end of the input,
 ends the command. A question is in the template that training put around its problems (--template),
 and in the tokenizer's chat template where training had it so, or where a model has one (--nochat).
+With --environment a question begins an episode, whose turns are printed with its reward.
 """
 
 import ast
+import json
 import pathlib
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
@@ -22,56 +25,75 @@ from ml_collections import ConfigDict
 
 from configs import any_model
 from dapo_jax.cli import command
-from dapo_jax.printable import printable_lines
+from dapo_jax.episodes import Environments
+from dapo_jax.printable import conversation, printable_lines
 from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.setup import auto_sizes, components, policy
 from dapo_jax.setup.policy import Policy
+from dapo_jax.tasks.base import turns_of
+from dapo_jax.tasks.environments import Factory
 from dapo_jax.tasks.math_problems import TEMPLATES_OF
 from dapo_jax.tasks.readers import templated
 from dapo_jax.tasks.tokenizer import Tokenizer
-from dapo_jax.types import Example, Message, Prompt, Response
+from dapo_jax.types import Example, Prompt, Response
 from sharding import hosts
 
 TALK_TOKENS = 1_024  # of a typed question, and of an answer, at most
 PAGE_TOKENS = 128
+KEY = "typed"  # of the prompts
 
 
 def answers(
-    run: Policy, sampling: Sampling, messages: Sequence[Message], *, n: int, cursor: int, seed: int
+    run: Policy,
+    sampling: Sampling,
+    prompt: Prompt,
+    *,
+    n: int,
+    seed: int,
+    environments: Environments | None = None,
 ) -> list[Response]:
     """Samples n responses to a prompt.
 
-    cursor: names the prompt; another one, or another seed, has other random numbers.
+    Another row of its example, or another seed, has other random numbers.
     """
-    prompt = Prompt(
-        np.asarray(run.tokenizer.encode_chat(messages), np.int32),
-        Example(tuple(messages), "", "typed", cursor),
-        "typed",
-    )
     key = jax.random.fold_in(components.key(run.config, components.EVAL_STREAM), seed)
-    session = Session(run.programs.engine, run.weights, Stream(key, sampling))
-    session.submit(cursor, prompt, group_size=n)
+    stream = Stream(key, sampling)
+    session = Session(run.programs.engine, run.weights, stream, environments=environments)
+    session.submit(prompt.example.row, prompt, group_size=n)
     while session.unfinished:
         finished = session.step()
     return list(finished[0].responses)
 
 
-def answer(run: Policy, sampling: Sampling, messages, *, n: int, cursor: int, seed: int) -> None:
+def answer(run: Policy, sampling: Sampling, prompt: Prompt, *, n: int, **how) -> None:
     """Samples the responses and prints them."""
     start = time.perf_counter()
-    responses = answers(run, sampling, messages, n=n, cursor=cursor, seed=seed)
+    responses = answers(run, sampling, prompt, n=n, **how)
     for i, response in enumerate(responses, start=1):
-        text = printable_lines(run.tokenizer.decode(response.tokens_T.tolist()))
+        text = printable_lines(shown(response, run.tokenizer))
         print(f"--- {i} of {n}\n{text}" if i > 1 else text, flush=True)
-    seconds, tokens = time.perf_counter() - start, sum(len(r.tokens_T) for r in responses)
+    seconds, tokens = time.perf_counter() - start, sum(int(r.sampled_T.sum()) for r in responses)
     cut = sum(not response.stopped for response in responses)
     note = f", {cut} cut at --max_tokens={sampling.max_response_tokens}" if cut else ""
     print(f"[{tokens} tokens in {seconds:.1f} s{note}]", file=sys.stderr, flush=True)
 
 
-def load(prompt: str | None, *, n: int) -> tuple[Policy, str]:
-    """Opens the policy that the flags name: (its run, the template around a question)."""
+def shown(response: Response, tokenizer: Tokenizer) -> str:
+    """Returns a response's text, or all turns of an episode, what they were and their reward."""
+    if not response.measures:
+        return tokenizer.decode(response.tokens_T.tolist())
+    counts = ", ".join(f"{name} {value:g}" for name, value in response.measures.items())
+    verdict = response.verdict
+    reward = f"{verdict.status}, reward {verdict.score:g}" if verdict else "no reward of its own"
+    return f"{conversation(turns_of(response, tokenizer))}\n[end] {reward}; {counts}"
+
+
+def load(prompt: str | None, *, n: int) -> tuple[Policy, Callable, Environments | None]:
+    """Opens the policy that the flags name: (its run, asked, environments).
+
+    asked(text, cursor, tokenizer): a question's prompt. environments: answer the turns.
+    """
     given = flags.FLAGS
     if bool(given.workdir) == bool(given.model):
         raise ValueError("give --workdir=DIR, a run's, or --model=DIR, a model's: one of the two")
@@ -89,6 +111,21 @@ def load(prompt: str | None, *, n: int) -> tuple[Policy, str]:
         config.tokenizer.chat_args.update(ast.literal_eval(given.chat_args))
     except (SyntaxError, ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"--chat_args={given.chat_args}: must be as \"{{'name': 1}}\"") from error
+    factory = None
+    try:
+        columns = dict(json.loads(given.columns))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"--columns={given.columns}: must be as '{{\"name\": 1}}'") from error
+    if given.environment:
+        config.data.train.update(environment=given.environment, weight=None)  # caches have turns
+        factory = Factory.of("sample", given.environment, r.environment_seconds)
+
+    def asked(text: str, cursor: int, tokenizer: Tokenizer) -> Prompt:
+        example = Example(tuple(templated(text, template)), "", KEY, cursor, columns)
+        example = factory.introduced(example) if factory else example
+        ids = tokenizer.encode_chat(example.prompt, factory and factory.schemas())
+        return Prompt(np.asarray(ids, np.int32), example, KEY)
+
     r.max_response_tokens = given.max_tokens or r.max_response_tokens
     r.page_tokens = PAGE_TOKENS
     r.partial_rollout_steps = r.cache_mib = r.slot_tokens = 0
@@ -102,7 +139,7 @@ def load(prompt: str | None, *, n: int) -> tuple[Policy, str]:
             most = r.max_prompt_tokens
             tokens = min(TALK_TOKENS, most if r.max_response_tokens else most // 2)
             if prompt is not None:
-                tokens = len(tokenizer.encode_chat(templated(prompt, template)))
+                tokens = len(asked(prompt, 0, tokenizer).token_ids)
             if tokens > most:
                 response = f"a response of --max_tokens={r.max_response_tokens or 1}"
                 raise ValueError(f"--prompt has {tokens} tokens; {most} fit before {response}")
@@ -114,7 +151,8 @@ def load(prompt: str | None, *, n: int) -> tuple[Policy, str]:
     where = f"{workdir} after {run.step} steps" if workdir else given.model
     asks = f"--template={template!r}, chat {config.tokenizer.chat}"
     print(f"{where}, {asks}", file=sys.stderr)
-    return run, template
+    environments = Environments({KEY: factory}, run.tokenizer, max_turns=r.max_turns)
+    return run, asked, environments if factory else None
 
 
 def trained_with(config: ConfigDict) -> str:
@@ -133,7 +171,7 @@ def main(_):
     if sys.stdin:
         sys.stdin.reconfigure(errors="replace")
     start = time.perf_counter()
-    run, template = load(given.prompt, n=given.n)
+    run, asked, environments = load(given.prompt, n=given.n)
     how = {name: given[name].value for name in ("temperature", "top_p", "top_k")}
     sampling = components.sampling(
         run.config,
@@ -141,18 +179,18 @@ def main(_):
         **{name: value for name, value in how.items() if value is not None},
     )
     run.programs.engine.compile(sampling)
+    say = {"n": given.n, "seed": given.seed, "environments": environments}
     print(f"ready after {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
     if given.prompt is not None:
-        turn = templated(given.prompt, template)
-        answer(run, sampling, turn, n=given.n, cursor=0, seed=given.seed)
+        answer(run, sampling, asked(given.prompt, 0, run.tokenizer), **say)
         return
     most = run.config.rollout.max_prompt_tokens
     for cursor, line in enumerate(typed()):
-        turn = templated(line, template)
-        if (tokens := len(run.tokenizer.encode_chat(turn))) > most:
+        prompt = asked(line, cursor, run.tokenizer)
+        if (tokens := len(prompt.token_ids)) > most:
             print(f"[{tokens:,} tokens, of {most:,} at most: not answered]", file=sys.stderr)
         else:
-            answer(run, sampling, turn, n=given.n, cursor=cursor, seed=given.seed)
+            answer(run, sampling, prompt, **say)
 
 
 def typed() -> Iterator[str]:
@@ -174,6 +212,8 @@ if __name__ == "__main__":
     flags.DEFINE_bool("chat", None, "Put questions into the tokenizer's chat template, or do not.")
     flags.DEFINE_string("chat_args", "{}", "Its arguments, as \"{'enable_thinking': False}\".")
     flags.DEFINE_string("template", None, "dapo, boxed, none, or a text with {problem}.")
+    flags.DEFINE_string("environment", None, "module:Class, which answers the turns of an episode.")
+    flags.DEFINE_string("columns", "{}", "JSON, the row that the environment begins with.")
     flags.DEFINE_integer("n", 1, "Responses to each prompt.", lower_bound=1)
     flags.DEFINE_float("temperature", None, "0: greedy. Default: the run's, or 1.", lower_bound=0)
     flags.DEFINE_float("top_p", None, "Default: the run's, or 1.", lower_bound=1e-6, upper_bound=1)

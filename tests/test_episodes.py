@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import test_engine
 from ext_tasks.retry import Retry
-from processes import ROOT
+from processes import ROOT, ran
 from runs import SCHEDULE, rows_without_timings
 from test_engine import (
     RUN_KEY,
@@ -33,7 +33,7 @@ from dapo_jax.checkpoints import fingerprint
 from dapo_jax.episodes import Answer, Environments
 from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.setup import checks
-from dapo_jax.tasks.base import graded, make_task
+from dapo_jax.tasks.base import graded, make_task, turns_of
 from dapo_jax.tasks.datasets import load_dataset
 from dapo_jax.tasks.environments import EnvironmentFailed, Episode, Factory, tool_calls
 from dapo_jax.types import Example, Group, Prompt, Response
@@ -96,6 +96,15 @@ def test_prompt_turn_and_what_is_between_are_the_whole_conversation(
     how = {"tokenize": True, "add_generation_prompt": True, "return_dict": False}
     assert ours == library.apply_chat_template(whole, **how)
     assert tokenizer.rewrites_turns() == (template is QWEN3)
+    tokens, given = np.array([*ours, *turn, end]), np.zeros(len(ours) + len(turn) + 1, bool)
+    first = len(tokenizer.encode_chat(asked))
+    given[first + len(turn) + 1 : len(ours)] = True
+    episode = Response(tokens[first:], np.zeros(len(tokens)), True, given_T=given[first:])
+    assert [(it["role"], it["content"]) for it in turns_of(episode, tokenizer)] == [
+        ("assistant", "50"),
+        ("environment", "higher"),
+        ("assistant", "50"),
+    ]
 
 
 def test_a_turn_that_ended_otherwise_gets_the_templates_end_too(tmp_path):
@@ -504,6 +513,21 @@ def test_a_run_of_episodes_resumes_bitwise_and_says_what_they_were(tmp_path):
     assert all(row["ratio_gap"] < 1e-5 for row in rows)
     assert max(row["task/turns"] for row in rows) > 1
     assert max(row["task/environment_tokens"] for row in rows) > 0
+
+
+@pytest.mark.slow
+def test_sample_prints_an_episode_turn_by_turn(tmp_path):
+    run(tmp_path, 1)
+    printed = ran(
+        *("-m", "dapo_jax.sample", f"--workdir={tmp_path}", "--environment=retry:Retry"),
+        *('--columns={"answer": "none"}', "--prompt=60-23+37", "--max_tokens=200"),
+        PYTHONPATH=f"{ROOT / 'tests' / 'ext_tasks'}",
+    ).stdout
+    said = re.findall(r"^\[(\w+)\] (.*)", printed, re.MULTILINE)
+    turns = int(re.search(r", turns (\d), ", said[-1][1])[1])
+    between = ["assistant", "environment"] * (turns - 1)
+    assert turns > 1 and [who for who, _ in said] == [*between, "assistant", "end"]
+    assert said[1][1] == "No. Again:" and said[-1][1].startswith("wrong, reward -1; ")
 
 
 def test_a_changed_environment_is_another_run():

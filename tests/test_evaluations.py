@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 from ml_collections import ConfigDict
 from processes import ran
@@ -11,6 +12,7 @@ from dapo_jax import evaluate, sample
 from dapo_jax.logs import record
 from dapo_jax.setup import checks, components, policy
 from dapo_jax.tasks.readers import templated
+from dapo_jax.types import Example, Prompt
 from tests import quick
 
 PROGRAM = """
@@ -143,9 +145,11 @@ def test_two_prompts_of_one_text_differ_by_their_cursor(monkeypatch):
     it = policy.open_policy(config, None, lambda *_: None)
     sampling = components.sampling(config, it.tokenizer)
     messages = templated("7+5*2-3", "dapo")
+    ids = np.array(it.tokenizer.encode_chat(messages), np.int32)
 
     def tokens(sampling, cursor):
-        responses = sample.answers(it, sampling, messages, n=2, cursor=cursor, seed=0)
+        prompt = Prompt(ids, Example(tuple(messages), "", "typed", cursor))
+        responses = sample.answers(it, sampling, prompt, n=2, seed=0)
         return [response.tokens_T.tolist() for response in responses]
 
     assert tokens(sampling, 0) != tokens(sampling, 1)
