@@ -75,7 +75,8 @@ class Response:
     where it was cut off at the length limit. text and verdict are None until it is graded. ends:
     how many tokens it had at the ends of earlier steps (partial rollouts). given_T bool: the tokens
     of an environment, between the turns of an episode, which no policy sampled and no loss has;
-    None: there are none. measures: of the episode, as `Verdict.measures`.
+    None: there are none. measures: of the episode, as `Verdict.measures`. turns: what its sides
+    said, once it is graded.
     """
 
     tokens_T: np.ndarray
@@ -86,6 +87,7 @@ class Response:
     ends: tuple[int, ...] = ()
     given_T: np.ndarray | None = None
     measures: Mapping[str, float] | None = None
+    turns: Sequence[Message] | None = None
 
     @property
     def sampled_T(self) -> np.ndarray:
@@ -125,18 +127,24 @@ class Group:
     responses: tuple[Response, ...]
     stream: int = 0
 
-    def graded(self, texts: Sequence[str], verdicts: Sequence[Verdict]) -> "Group":
-        """The group with a text and a verdict for each response."""
-        found = zip(self.responses, texts, verdicts, strict=True)
+    def graded(
+        self, texts: Sequence[str], verdicts: Sequence[Verdict], turns: Sequence | None = None
+    ) -> "Group":
+        """The group with a text, a verdict and, of an episode, the turns of each response."""
+        found = zip(self.responses, texts, verdicts, turns or [None] * len(texts), strict=True)
         return dataclasses.replace(
             self,
-            responses=tuple(dataclasses.replace(r, text=t, verdict=v) for r, t, v in found),
+            responses=tuple(
+                dataclasses.replace(r, text=t, verdict=v, turns=said) for r, t, v, said in found
+            ),
         )
 
     @property
-    def grades(self) -> tuple[list[str], list[Verdict]]:
-        """The texts and verdicts of graded responses."""
-        return [r.text for r in self.responses], [r.verdict for r in self.responses]
+    def grades(self) -> tuple[list, list, list]:
+        """The texts, verdicts and turns of graded responses."""
+        return tuple(
+            [getattr(r, of) for r in self.responses] for of in ("text", "verdict", "turns")
+        )
 
     @property
     def length_G(self) -> np.ndarray:

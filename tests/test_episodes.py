@@ -7,6 +7,7 @@ import pathlib
 import random
 import re
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -31,6 +32,8 @@ from transformers import AutoTokenizer
 from dapo_jax import train
 from dapo_jax.checkpoints import fingerprint
 from dapo_jax.episodes import Answer, Environments
+from dapo_jax.logs.files import read_rollouts
+from dapo_jax.logs.record import rollout_rows, samples
 from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.setup import checks
 from dapo_jax.tasks.base import graded, make_task, turns_of
@@ -460,6 +463,14 @@ def test_a_task_grades_the_last_turn_where_there_is_no_reward():
     (found,) = graded(Group(0, prompt, (response,)), task=task, tokenizer=tokenizer).responses
     assert found.verdict.correct and found.verdict.measures == {"turns": 2.0}
     assert found.text == "x 1noAnswer: 7"
+    expected = [("assistant", "x 1"), ("environment", "no"), ("assistant", "Answer: 7")]
+    assert [tuple(turn.values()) for turn in found.turns] == expected
+    rollouts = SimpleNamespace(sampled=[Group(0, prompt, (found,))], kept=np.array([0]))
+    rewards = np.array([[0.5]])
+    (row,), (shown,) = rollout_rows(rollouts, rewards), samples(rollouts, rewards)
+    assert row["turns"] == found.turns and row["response"] == found.text
+    assert shown["response"] == "[assistant] x 1\n[environment] no\n[assistant] Answer: 7"
+    assert "turns" not in shown
 
 
 TASK = {
@@ -513,6 +524,11 @@ def test_a_run_of_episodes_resumes_bitwise_and_says_what_they_were(tmp_path):
     assert all(row["ratio_gap"] < 1e-5 for row in rows)
     assert max(row["task/turns"] for row in rows) > 1
     assert max(row["task/environment_tokens"] for row in rows) > 0
+    for row in read_rollouts(tmp_path / "whole" / "rollouts" / "0.jsonl.gz"):
+        who, said = zip(*(turn.values() for turn in row["turns"]), strict=True)
+        turns = int(row["measures"]["turns"])
+        assert who == (*["assistant", "environment"] * (turns - 1), "assistant")
+        assert set(said[1::2]) <= {"No. Again:"} and row["response"].startswith(said[0])
 
 
 @pytest.mark.slow

@@ -260,6 +260,15 @@ def test_samples_are_of_the_first_and_the_last_step(tmp_path):
     assert [row[1] for row in page.samples({"run": one})] == ["3"] * page.SAMPLES
 
 
+def test_a_sample_of_an_episode_says_who_said_what(tmp_path):
+    said = (("assistant", "<b>5\n"), ("environment", "higher"), ("assistant", "7"))
+    turns = [dict(zip(("role", "content"), turn, strict=True)) for turn in said]
+    one = _with_rollouts(_run(), tmp_path, [_response("5|7", sample=0, turns=turns)])
+    ((*_, response, _, _, _),) = page.samples({"run": one})
+    assert response == "[assistant] <b>5\n[environment] higher\n[assistant] 7"
+    assert "[assistant] &lt;b&gt;5\n[environment] higher\n" in page.render({"run": one})
+
+
 # Comparisons.
 
 

@@ -25,6 +25,7 @@ from dapo_jax.logs.files import (
 from dapo_jax.logs.metrics import DIGESTS, LOGP, STATE, TASK, TOKENS, VERDICTS
 from dapo_jax.logs.provenance import add_start
 from dapo_jax.logs.writers import Writers
+from dapo_jax.printable import conversation
 from dapo_jax.tasks.readers import problem_of
 from dapo_jax.types import Group, Rollouts
 from sharding import hosts
@@ -197,6 +198,7 @@ def response_row(group: Group, sample: int, **scores: float) -> dict:
         "row": example.row,
         "prompt": example.text,
         "response": response.text,
+        **({"turns": response.turns} if response.turns else {}),
         "ground_truth": example.answer,
         "prediction": response.verdict.prediction,
         "correct": response.verdict.correct,
@@ -230,6 +232,8 @@ def samples(rollouts: Rollouts, reward_PG) -> list[dict]:
     found = []
     for p, group in enumerate(rollouts.sampled[:SHOWN_SAMPLES]):
         row = response_row(group, 0, reward=float(reward_PG[p, 0]))
+        if turns := row.pop("turns", None):
+            row["response"] = conversation(turns)
         found.append(row | {"prompt": problem_of(row["prompt"])})
     return found
 

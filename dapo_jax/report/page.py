@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import jinja2
 
 from dapo_jax.logs.files import read_rollouts
-from dapo_jax.printable import shortened
+from dapo_jax.printable import conversation, shortened
 from dapo_jax.report import compare
 from dapo_jax.report.runs import Run, by_arm, summary_lines
 from dapo_jax.tasks.readers import problem_of
@@ -56,6 +56,10 @@ def samples(runs: Mapping[str, Run]) -> list[list[str]]:
     return found
 
 
+def _said(row: Mapping) -> str:
+    return conversation(row["turns"]) if row.get("turns") else row["response"]
+
+
 def _responses(path: pathlib.Path) -> list[list[str]]:
     rows = []
     with contextlib.suppress(EOFError, OSError, ValueError, zlib.error):  # cut or broken: its start
@@ -64,7 +68,7 @@ def _responses(path: pathlib.Path) -> list[list[str]]:
     return [
         [
             shortened(problem_of(row["prompt"]).strip(), limit=SHOWN_CHARACTERS),
-            shortened(row["response"], limit=SHOWN_CHARACTERS),
+            shortened(_said(row), limit=SHOWN_CHARACTERS),
             f"{'right' if row['correct'] else 'truncated' if row['truncated'] else 'wrong'}: "
             f"{row['prediction']}, answer {row['ground_truth']}",
             f"{row['tokens']:,}",

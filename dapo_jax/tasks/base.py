@@ -190,7 +190,8 @@ def graded(group: Group, *, task: Task, tokenizer: Tokenizer) -> Group:
         if response.measures:
             measures = {**(verdicts[i].measures or {}), **response.measures}
             verdicts[i] = verdicts[i]._replace(measures=measures)
-    return group.graded(texts, verdicts)
+    turns = [turns_of(it, tokenizer) if it.measures else None for it in group.responses]
+    return group.graded(texts, verdicts, turns)
 
 
 def turns_of(response: Response, tokenizer: Tokenizer) -> list[Message]:

@@ -186,10 +186,10 @@ class Mixture:
         group = self.sets[key].grade(group)
         if len(self.sets) == 1:
             return group
-        texts, verdicts = group.grades
+        texts, verdicts, turns = group.grades
         name = f"accuracy@{key.removeprefix('data.')}"
         measured = [
             verdict._replace(measures={**(verdict.measures or {}), name: float(verdict.correct)})
             for verdict in verdicts
         ]
-        return group.graded(texts, measured)
+        return group.graded(texts, measured, turns)
