@@ -2,10 +2,12 @@
 
 import dataclasses
 import hashlib
+import importlib.util
 import json
 import pathlib
 import random
 import re
+import sys
 import time
 from types import SimpleNamespace
 
@@ -40,6 +42,7 @@ from dapo_jax.tasks.base import graded, make_task, turns_of
 from dapo_jax.tasks.datasets import load_dataset
 from dapo_jax.tasks.environments import EnvironmentFailed, Episode, Factory, tool_calls
 from dapo_jax.types import Example, Group, Prompt, Response
+from experiments.tasks import textarena
 from experiments.tasks.guess import Guess, Guesses, Silent
 
 EXAMPLE = Example(({"role": "user", "content": "Go"},), "7", "rows", 3, {"secret": 7})
@@ -333,6 +336,62 @@ def test_the_game_of_experiments_is_won_by_halving():
         assert episode.verdict().correct
     silent = Episode(Factory("x:Silent", Silent, 1.0), examples[0])
     assert silent.answer("1") == [{"role": "user", "content": "My number is not 1."}]
+
+
+class Drawn:
+    """Stands for a game of textarena: it draws numbers from the module random at each move."""
+
+    def reset(self, num_players, seed):
+        assert num_players == 1
+        self.said, self.rewards = [(-1, f"{random.random()}", "PROMPT")], None
+
+    def step(self, action):
+        self.said += [(0, action, "ACTION"), (-1, f"{random.random()}", "MESSAGE")]
+        self.rewards = {0: float(action)} if action != "on" else None
+        return self.rewards is not None, {}
+
+    def get_observation(self):
+        said, self.said = self.said, []
+        return 0, said
+
+    def close(self):
+        return self.rewards, {}
+
+
+def test_a_game_of_textarena_is_drawn_by_its_seed_alone(monkeypatch):
+    names = []
+    module = SimpleNamespace(make=lambda name: names.append(name) or Drawn())
+    monkeypatch.setitem(sys.modules, "textarena", module)
+    examples, other = (textarena.Games(count=3, split=it).load()[0] for it in ("train", "test"))
+    assert not {it.extra["seed"] for it in examples} & {it.extra["seed"] for it in other}
+    factory = Factory("x:Game", textarena.Game, 1.0)
+    said = set()
+    for example in (examples[0], examples[1], examples[0]):
+        random.seed(7)
+        episode = Episode(factory, example)
+        (answer,) = episode.answer("on")
+        said.add((episode.opening, answer["content"]))
+        assert "on" not in answer["content"]
+        assert (episode.verdict().correct, episode.verdict().score) == (False, -1.0)
+        found = random.random()
+        random.seed(7)
+        assert found == random.random()  # the games leave nothing behind
+        assert episode.answer("0.75") == []
+        assert (episode.verdict().correct, episode.verdict().score) == (False, 0.5)
+    assert len(said) == 2 and names == ["GuessTheNumber-v0-raw"] * 3
+    assert Episode(factory, examples[0]).answer("1") == []
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("textarena"), reason="textarena is not there")
+def test_textarenas_own_game_is_won_by_halving():
+    factory = Factory("x:Game", textarena.Game, 20.0)
+    for example in textarena.Games(count=20).load()[0]:
+        episode, low, high, answer = Episode(factory, example), 1, 20, "begin"
+        while answer:
+            middle = (low + high) // 2
+            answer = episode.answer(f"It is [{middle}].")
+            low, high = (middle + 1, high) if "higher" in str(answer) else (low, middle - 1)
+        assert episode.verdict().correct
 
 
 def test_the_forms_of_calls_are_read():
