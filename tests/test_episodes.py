@@ -409,6 +409,8 @@ class Multiply:
 
     def __init__(self, env_config, extras):
         self.truth, self.turns = extras["secret"], 0
+        self.most = env_config.get("most") or 2
+        assert self.most == (env_config.most or 2)
 
     def init(self, prompt):
         return [*prompt, {"role": "user", "content": "!"}], {}
@@ -416,9 +418,17 @@ class Multiply:
     def step(self, action):
         self.turns += 1
         right = action == str(self.truth)
-        done = right or self.turns == 2
-        observations = [] if done else [{"role": "user", "content": "Try again"}]
+        done = right or self.turns == self.most
+        silent = done or action == "print()"
+        observations = [] if silent else [{"role": "user", "content": "Try again"}]
         return {"observations": observations, "reward": float(right), "done": done, "metadata": {}}
+
+
+class Replacing(Multiply):
+    """Writes a prompt of its own."""
+
+    def init(self, prompt):
+        return [{"role": "system", "content": "Think."}], {}
 
 
 class Gym:
@@ -436,10 +446,41 @@ def test_stepped_contracts_are_played():
     assert episode.opening == "!"
     assert episode.answer("6") == [{"role": "user", "content": "Try again"}]
     assert episode.answer("7") == [] and episode.verdict().score == 1.0
+    longer = dataclasses.replace(EXAMPLE, extra={"secret": 7, "env_config": {"most": 3}})
+    episode = Episode(Factory("x:Multiply", Multiply, 1.0), longer)
+    assert episode.answer("print()") == [{"role": "user", "content": ""}]
+    assert episode.answer("6") and not episode.answer("6") and not episode.verdict().correct
+    with pytest.raises(EnvironmentFailed, match="init replaces the prompt"):
+        Episode(Factory("x:Replacing", Replacing, 1.0), EXAMPLE)
     episode = Episode(Factory("x:Gym", Gym, 1.0), EXAMPLE)
     assert episode.opening == "?"
     assert episode.answer("on") == [{"role": "user", "content": "more"}]
     assert episode.answer("stop") == [] and episode.verdict().score == 1.0
+
+
+SEVERAL = "gsm8k.multi_turn_env:GSM8kMultiTurnEnv"
+CODE = "<tool><python>7</python></tool>"  # it prints nothing, and the episode goes on
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("skyrl_gym"), reason="skyrl-gym is not there")
+@pytest.mark.parametrize(
+    ("name", "columns", "turns", "reward"),
+    [
+        ("gsm8k.env:GSM8kEnv", {}, ["#### 7"], 1.0),
+        ("gsm8k.env:GSM8kEnv", {}, ["7"], 0.0),
+        (SEVERAL, {"max_turns": 4}, ["6", "#### 6", "#### 7"], 1.05),
+        ("aime.env:AIMEEnv", {"reward_model": {"ground_truth": "7"}}, ["Answer: 6"], -1.0),
+        ("searchcode.env:SearchCodeEnv", {"max_turns": 3}, [CODE, "hm", "<solution>#### 7"], 1.0),
+    ],
+)
+def test_skyrl_gyms_own_classes_are_played(name, columns, turns, reward):
+    factory = Factory.of("data.train", f"skyrl_gym.envs.{name}", 20.0)
+    columns = {"reward_spec": {"ground_truth": "7"}} | columns
+    episode = Episode(factory, dataclasses.replace(EXAMPLE, extra=columns))
+    *others, last = [episode.answer(turn) for turn in turns]
+    assert all(others) and last == []
+    assert episode.verdict().score == pytest.approx(reward)
+    episode.close()
 
 
 class Broken:

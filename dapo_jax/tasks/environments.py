@@ -115,6 +115,10 @@ class Episode:
         begin = getattr(self._environment, "reset", None)
         if begin is None:
             messages, _ = self._outside(lambda: self._environment.init(columns["prompt"]))
+            if list(messages[: len(example.prompt)]) != list(example.prompt):
+                raise EnvironmentFailed(
+                    f"{factory.name}.init replaces the prompt: it may add to it"
+                )
             self.opening = "".join(m["content"] for m in messages[len(example.prompt) :])
         else:
             self.opening = self._outside(lambda: begin(**_accepted(begin, columns)))
@@ -159,7 +163,9 @@ class Episode:
     def _step(self, text: str) -> list[Message]:
         found, done, reward = self._outside(lambda: self._environment.step(text)), False, None
         if isinstance(found, Mapping):
-            found, done, reward = found["observations"], found["done"], found["reward"]
+            done, reward = found["done"], found["reward"]
+            # A tool that says nothing ends no episode.
+            found = found["observations"] or [{"role": "user", "content": ""}]
         elif isinstance(found, tuple):
             found, reward, *ends = found
             done = any(ends[:2])
@@ -201,10 +207,17 @@ class Episode:
 
 
 def _constructed(make: Callable, columns: Mapping) -> Any:
-    """Makes an environment; one of SkyRL-Gym takes its settings and the row's columns."""
+    """Makes an environment; one of SkyRL-Gym takes its settings and the row's columns.
+
+    Its settings are the column env_config: keys that are attributes too, as OmegaConf's.
+    """
     parameters = inspect.signature(make).parameters
-    known = {"env_config": {}, "extras": dict(columns)}
+    known = {"env_config": _Settings(columns.get("env_config", {})), "extras": dict(columns)}
     return make(**{name: value for name, value in known.items() if name in parameters})
+
+
+class _Settings(dict):
+    __getattr__ = dict.get
 
 
 def _accepted(method: Callable, columns: Mapping) -> dict:
