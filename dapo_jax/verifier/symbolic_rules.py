@@ -27,7 +27,6 @@ from dapo_jax.verifier.math_rules import (
     last_answer,
     read_answer,
     refuse,
-    retracts,
 )
 from dapo_jax.verifier.units import DOUBT, TEXT, TEXT_GROUP, split_unit
 
@@ -46,13 +45,7 @@ _BETWEEN_BOXES = re.compile(
     r"|(?=[^,]*,)(?:[\s$,;{}&]|\\[()\[\],;: ]|\\q?quad)*"
     rf"|(?=.*\b(?:and|or)\b)(?:(?!{DOUBT}|\b(?:answer|so|thus|hence)\b)[^.;:!\n]){{0,90}}"
 )
-# A negation of the box, or of a thought on it; "the n that is not prime is" denies nothing.
-_NOT = r"(?:\b(?:not|never|cannot)|n['\u2019]t)\b"
-_DENIED = re.compile(
-    rf"(?i)(?:{_NOT}(?:(?!\b(?:is|are|was|equals|gives)\b|[=:])[^,.;\n]){{0,20}}"
-    rf"|(?:{_NOT} (?:think|believe|sure|true|the case)|\b(?:doubt|maybe))\b[^,.;\n]{{0,20}})$"
-)
-# The box is a part of a formula, or what the answer is not.
+# The box is a part of a formula.
 _OF_MORE = re.compile(
     r"(?:\\neq? ?|≠ ?|\\(?:cdot|times|[lg]t) ?|\\(?:sqrt|[dt]?frac)\{|[}_^]\{|[\d/^]|(?<!-)-"
     r"|(?<![\w</])[\w)}]{1,3} ?[<>] ?"
@@ -76,12 +69,6 @@ _LEAD_IN = (
     r"|we (?:find|get|have|obtain|conclude)(?: that)?)\b[\s,:*]*)"
 )
 _THE_ANSWER = r"(?:(?:the|our|my)\s+)?(?:(?:final|correct)\s+)?(?:answer|result|solution)"
-_PHRASE = re.compile(
-    rf"(?i)(?:(?:^|[.!?:\n])[^\w.!?:\n]*{_LEAD_IN}{{0,2}}{_THE_ANSWER}"
-    r"(?:\s+(?:is|equals|(?:should|must|would) be)\b\s*:?|(?=\s*(?:\$|\\[(\[])))|(?:^|\n)####)(?!"
-    r"\s*(?:an?\b|[a-z]{2})|[^.,;\n]* (?:if|when) )\s*((?:(?:\\\[|\$\$)\s*)?[^\n]+?)(?=\.(?:\s|$)"
-    r"|\n|$)"
-)
 # "The largest $n$ is 34", "There are 34 ways", "John has 34 apples": up to the end of the sentence.
 _CLAIM = re.compile(
     rf"(?i)(?:(?!{DOUBT}|\bI\b)[^\d.;:=\n])*?(?:(?:there (?:are|is)|(?<!we )\b(?:has|have|needs?"
@@ -90,32 +77,22 @@ _CLAIM = re.compile(
 )
 
 
-def find_answer(response: str) -> tuple[str | None, str]:
-    r"""Finds the answer and the text that follows it; None where there is none.
+def find_answer(response: str) -> str | None:
+    r"""Finds the answer; None where there is none.
 
     It is the last line "Answer: ..."; without one the last `\boxed{...}`, with those joined to it
-    by "," or "and", or the value of a sentence "The answer is ..." after the box.
+    by "," or "and".
     """
-    answer, rest = last_answer(response)
-    if answer is not None:
-        return answer, rest
-    tail = response[-SYMBOLIC_TAIL_CHARS:]
-    if not (boxes := _boxes(tail)):
-        return None, ""
-    *_, phrase = [None, *_PHRASE.finditer(tail)]
-    if phrase and phrase.start() > boxes[-1][2]:
-        return phrase[1], tail[phrase.end() :]
-    return _last_boxes(tail, boxes)
+    answer = last_answer(response)
+    return _last_boxes(response[-SYMBOLIC_TAIL_CHARS:]) if answer is None else answer
 
 
-def _claimed(sentence: str) -> tuple[str, str]:
-    """Splits a sentence into the value that it states, and what follows it."""
+def _claimed(sentence: str) -> str:
+    """Returns the value that a sentence states, or all of it."""
     sentence = re.sub(rf"(?i)^\s*{_LEAD_IN}+|\s+is\s+{_THE_ANSWER}\.?$", "", sentence)
-    words = TEXT_GROUP.sub(r"\1", sentence)
-    if not (claim := _CLAIM.match(words)):
-        return sentence, ""
-    value = claim["value"] or rf"{claim['number']}\text{{{claim['noun']}}}"
-    return value, words[claim.end() :]
+    if not (claim := _CLAIM.match(TEXT_GROUP.sub(r"\1", sentence))):
+        return sentence
+    return claim["value"] or rf"{claim['number']}\text{{{claim['noun']}}}"
 
 
 def _boxes(text: str) -> list[tuple[int, int, int]]:
@@ -129,18 +106,20 @@ def _boxes(text: str) -> list[tuple[int, int, int]]:
     return boxes
 
 
-def _last_boxes(text: str, boxes: list[tuple[int, int, int]]) -> tuple[str | None, str]:
-    rest = text[boxes[-1][2] + 1 :]
+def _last_boxes(text: str) -> str | None:
+    """Joins the last boxes, with the unit behind them; None where they are part of a formula."""
+    if not (boxes := _boxes(text)):
+        return None
     joined = [boxes.pop()]
+    rest = text[joined[0][2] + 1 :]
     while boxes and _BETWEEN_BOXES.fullmatch(text[boxes[-1][2] + 1 : joined[0][0]]):
         joined.insert(0, boxes.pop())
-    before = text[max(0, joined[0][0] - 60) : joined[0][0]]
-    if _DENIED.search(before.rstrip("$ ")) or _OF_MORE.search(before) or _GOES_ON.match(rest):
-        return None, rest
+    if _OF_MORE.search(text[max(0, joined[0][0] - 60) : joined[0][0]]) or _GOES_ON.match(rest):
+        return None
     answer = ", ".join(text[start:end] for _, start, end in joined)
     unit = _BEHIND.match(rest)[1]
     known = TEXT_GROUP.search(unit) or split_unit(f"1{unit}", of_number=True)[0] == "1"
-    return answer + unit * (known and not read_answer(answer).unit), rest
+    return answer + unit * (known and not read_answer(answer).unit)
 
 
 # What needs no algebra.
@@ -200,21 +179,16 @@ _DANGLES = re.compile(
 )
 
 
-def decide(answer: str | None, truth: str, rest: str = "") -> Verdict | tuple[str, str]:
-    """Returns the verdict where no algebra is needed, else what to ask the library: two formulas.
-
-    rest: what follows the answer in the response.
-    """
-    answer, more = (None, "") if answer is None else _claimed(answer)
-    rest = f"{more}\n{rest}" if more else rest
+def decide(answer: str | None, truth: str) -> Verdict | tuple[str, str]:
+    """Returns the verdict where no algebra is needed, else the two formulas to ask about."""
+    answer = None if answer is None else _claimed(answer)
     mine = None if answer is None else read_answer(answer)
     right = _read_truth(truth)
-    verdict = compare_answers(mine, right, rest)
+    verdict = compare_answers(mine, right)
     if verdict.status != "wrong":
         return verdict
     if _WORD.fullmatch(right.form) and mine.form.casefold() == right.form.casefold():
-        status = "retracted" if retracts(rest, mine.form) else "correct"
-        return verdict._replace(correct=status == "correct", status=status)
+        return verdict._replace(correct=True, status="correct")
     mine = mine._replace(form=_without_names(mine.form, right.form))
     right = right._replace(form=_without_names(right.form, mine.form))
     if differ(mine.unit, right.unit):
@@ -226,7 +200,7 @@ def decide(answer: str | None, truth: str, rest: str = "") -> Verdict | tuple[st
     if others and not (is_list or EQUALS.search(right.form) or too_large(mine.form)):
         named = is_name(others[0])  # its formulas are not to be checked, the numbers are
         others = [x for x in others[named:] if not ("dots" in x or (named and _UNKNOWN.search(x)))]
-        verdict = decide(last, truth, rest)
+        verdict = decide(last, truth)
         if not others or verdict[0] is False:
             return verdict
         last, truth = (last, last) if isinstance(verdict, Verdict) else verdict
@@ -235,8 +209,7 @@ def decide(answer: str | None, truth: str, rest: str = "") -> Verdict | tuple[st
     if None not in numbers:
         if not _same_number(*numbers, mine.unit == "%", right.unit == "%", answer, truth):
             return verdict
-        status = "retracted" if retracts(rest, mine.form) else "correct"
-        return verdict._replace(correct=status == "correct", status=status)
+        return verdict._replace(correct=True, status="correct")
     if _hopeless(mine.form, right.form):
         return verdict
     one, other = (
@@ -244,8 +217,6 @@ def decide(answer: str | None, truth: str, rest: str = "") -> Verdict | tuple[st
     )
     if too_large(one) or too_large(other):
         return verdict._replace(status="too_large")
-    if retracts(rest, mine.form):
-        return verdict._replace(status="retracted")
     return (f"{mine.name}={one}" if "=" in other and mine.name else one), other
 
 
@@ -264,8 +235,7 @@ def _without_names(form: str, other: str) -> str:
 @functools.lru_cache(maxsize=4096)
 def _read_truth(truth: str) -> Answer:
     """Reads a ground truth; of a worked solution what is in its last box."""
-    boxes = _boxes(truth)
-    return read_answer((_last_boxes(truth, boxes)[0] or truth) if boxes else truth)
+    return read_answer(_last_boxes(truth) or truth)
 
 
 def _same_number(
@@ -393,8 +363,7 @@ def verdict_of(reply: isolated.Reply, answer: str) -> Verdict:
 
 def decide_locally(response: str, truth: str) -> Verdict | tuple[str, str]:
     """Returns the verdict on a response where no worker is needed, else the two formulas."""
-    answer, rest = find_answer(response)
-    return decide(answer, truth, rest)
+    return decide(find_answer(response), truth)
 
 
 @functools.cache
