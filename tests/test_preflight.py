@@ -5,7 +5,6 @@ import types
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from conftest import ROOT
 from processes import ran
@@ -73,23 +72,6 @@ def test_a_program_that_needs_more_than_there_is_does_not_fit():
     lowered = jax.jit(lambda a: jnp.sort(a)).lower(array)
     with pytest.raises(DoesNotFit, match=r"sorting: .* memory .*15.75G"):
         compiled("sorting", lowered)
-
-
-def test_a_stopped_command_goes_on_with_what_it_has_compiled(monkeypatch, tmp_path):
-    """One that was stopped after 600 s and seven programs began with the first one again."""
-    programs = {n: jax.jit(lambda x, n=n: x + len(n)).lower(1.0) for n in ("update", "decoding")}
-    built = types.SimpleNamespace(mesh=types.SimpleNamespace(devices=np.array(jax.devices()[:1])))
-    monkeypatch.setattr(compiling, "lowered_programs", lambda _: programs)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for was_kept in ([], ["update"], ["decoding", "update"]):
-        said = []
-        found = compiling.compiled_programs(built, say=said.append)
-        assert list(found) == ["update", "decoding"] and found["update"].arguments == 4
-        kept = sorted(line.split()[4] for line in said if "kept from an earlier command" in line)
-        assert kept == was_kept and "program 2 of 2: " in said[-1]
-        if not was_kept:  # a full disk, a kill
-            cut = tmp_path / "dapo_jax/preflight" / compiling.digest(programs["decoding"], built)
-            cut.write_bytes(cut.read_bytes()[:3])
 
 
 def test_without_the_compiler_the_line_says_how_to_get_it(monkeypatch, tmp_path):

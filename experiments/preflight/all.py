@@ -2,8 +2,7 @@
 
     python -m experiments.preflight.all [--only=7b]
 
-One after the other; programs that an earlier command has compiled are taken from there. Exit status
-1 if one does not fit.
+One after the other. Exit status 1 if one does not fit.
 """
 
 import importlib
