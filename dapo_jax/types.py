@@ -135,7 +135,6 @@ class Group:
 
     @property
     def grades(self) -> tuple[list[str], list[Verdict]]:
-        """The texts and verdicts of graded responses."""
         return [r.text for r in self.responses], [r.verdict for r in self.responses]
 
     @property
@@ -150,7 +149,6 @@ class Group:
 
     @property
     def correct_G(self) -> np.ndarray:
-        """Raw correctness of each response."""
         return np.array([response.verdict.correct for response in self.responses])
 
     @property
@@ -184,7 +182,6 @@ class PartialGroup:
 
     @property
     def tokens(self) -> int:
-        """Counts the tokens there are."""
         return sum(len(response.tokens_T) for response in self.responses)
 
 
@@ -245,7 +242,6 @@ class Rollouts:
 
     @property
     def correct_PG(self) -> np.ndarray:
-        """Raw correctness of everything sampled."""
         return np.stack([group.correct_G for group in self.sampled])
 
     @property
@@ -255,7 +251,6 @@ class Rollouts:
 
     @property
     def length_PG(self) -> np.ndarray:
-        """Tokens of everything sampled."""
         return np.stack([group.length_G for group in self.sampled])
 
     @property

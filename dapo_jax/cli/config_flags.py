@@ -57,7 +57,6 @@ def current(config: Mapping) -> ConfigDict:
 
 
 def as_json(config: ConfigDict) -> dict:
-    """Returns a config as JSON has it."""
     return json.loads(config.to_json_best_effort())
 
 
@@ -156,7 +155,6 @@ class ConfigParser(ConfigFileFlagParser):
         self._argv, self.sets = argv, sets
 
     def parse(self, path: str):
-        """Returns the config's config, locked."""
         path = found(path)
         file = path.partition(":")[0]
         if not pathlib.Path(file).is_file():
@@ -248,7 +246,6 @@ def keys(config: ConfigDict, prefix: str = "") -> Iterator[str]:
 
 
 def unknown_keys(config: ConfigDict, arguments: Sequence[str]) -> list[str]:
-    """Lists refusals of arguments whose key the config lacks."""
     known, refusals = list(keys(config)), []
     for argument in arguments:
         match = KEY_FLAG.match(argument)

@@ -169,7 +169,6 @@ def write_responses(workdir: pathlib.Path, name: str, groups: Sequence[Group]) -
 
 
 def result_row(results: dict) -> dict[str, float]:
-    """The scores as keys of a metrics row: eval/<set>/<score>."""
     return {
         f"eval/{name}/{key}": value
         for name, scores in results.items()
@@ -179,7 +178,6 @@ def result_row(results: dict) -> dict[str, float]:
 
 
 def rollout_rows(rollouts: Rollouts, reward_PG) -> Iterator[dict]:
-    """The step's responses for rollouts/<step>.jsonl.gz, one dict each."""
     trained = set(rollouts.kept.tolist())
     for p, group in enumerate(rollouts.sampled):
         for g in range(len(group.responses)):

@@ -72,7 +72,6 @@ def example_lines(data: components.Data, tokenizer: Tokenizer) -> list[str]:
 
 
 def device_bytes(tree) -> int:
-    """Counts the bytes of ShapeDtypeStructs with shardings on one device."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)

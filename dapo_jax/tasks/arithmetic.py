@@ -63,7 +63,6 @@ class Arithmetic(MathTask):
     split: str = "train"
 
     def load(self) -> tuple[list[Example], DataReport]:
-        """Generates the problems, each in DAPO's template."""
         levels = ",".join(map(str, self.levels))
         rows = Rows(f"arithmetic (levels {levels}, {self.split})", "row", self.on_bad_row)
         problems = generate(self.levels, self.count, self.seed, split=self.split)
@@ -90,7 +89,6 @@ OPERATIONS_BELOW = np.cumsum([0.45, 0.45, 0.1])[:2].tolist()
 
 
 def apply(value: int, operation: str, operand: int) -> int:
-    """Computes value + operand, value - operand or value * operand."""
     return {"+": value + operand, "-": value - operand, "*": value * operand}[operation]
 
 

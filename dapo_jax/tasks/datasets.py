@@ -151,7 +151,6 @@ class PromptStream:
         self._dataset = grain.MapDataset.mix(endless, weights) if len(sets) > 1 else endless[0]
 
     def __len__(self) -> int:
-        """Number of items, of all sets."""
         return self._items
 
     def __getitem__(self, cursor: int) -> Prompt:
@@ -172,7 +171,6 @@ class Mixture:
         return {key: weight / total for key, weight in self.weights.items()}
 
     def stream(self, seed: int) -> PromptStream:
-        """Orders the prompts of all sets."""
         prompts = [dataset.prompts for dataset in self.sets.values()]
         return PromptStream(*prompts, seed=seed, weights=list(self.weights.values()))
 

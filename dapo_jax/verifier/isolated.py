@@ -138,7 +138,6 @@ class Pool:
         self._threads.shutdown(cancel_futures=True)
 
     def worker_pids(self) -> list[int]:
-        """Lists the process ids of the present workers, without those of replaced ones."""
         return [worker.process.pid for worker in self._workers]
 
     def ask(self, requests: Iterable[bytes]) -> dict[bytes, Reply]:
@@ -176,7 +175,6 @@ class Pool:
 
 
 def one_a_core() -> int:
-    """Counts the workers of a pool: one a core, and MAX_WORKERS at most."""
     affinity = getattr(os, "sched_getaffinity", None)  # not every system has it
     return min(len(affinity(0)) if affinity else os.cpu_count() or 1, MAX_WORKERS)
 

@@ -39,9 +39,9 @@ MAX_GROUND_TRUTH_CHARS = 1000
 
 def refuse(response: object, truth: object) -> Verdict | None:
     """Refuses a pair that no rules can grade; None for a pair of usable strings."""
-    if not isinstance(response, str) or not isinstance(truth, str):
-        return Verdict(False, None, "bad_input")
-    return Verdict(False, None, "bad_input") if len(truth) > MAX_GROUND_TRUTH_CHARS else None
+    texts = isinstance(response, str) and isinstance(truth, str)
+    usable = texts and len(truth) <= MAX_GROUND_TRUTH_CHARS
+    return None if usable else Verdict(False, None, "bad_input")
 
 
 def compare(prediction: str | None, truth: str) -> Verdict:
@@ -138,7 +138,6 @@ def last_box(text: str) -> str | None:
 
 
 def closing_brace(text: str, opening: int) -> int | None:
-    """Finds the index of the brace that closes the one at `opening`."""
     depth = 0
     for index in range(opening, len(text)):
         depth += (text[index] == "{") - (text[index] == "}")
@@ -340,7 +339,6 @@ def last_answer(response: str) -> str | None:
 
 
 def compare_answers(answer: Answer | None, truth: Answer) -> Verdict:
-    """Compares two answers as "strict" does."""
     verdict = compare(None if answer is None else answer.form, truth.form)
     if not verdict.correct:
         return verdict
