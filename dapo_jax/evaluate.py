@@ -228,12 +228,15 @@ def config_without_file(arguments: Sequence[str]) -> list[str]:
     return [f"--config={pathlib.Path(values.workdir) / 'config.json'}"]
 
 
-def given_sets() -> list[tuple[str, dict[str, str]]]:
-    """Returns (name, settings) of the command line's --set flags; ValueError for what is none."""
+def set_flags(arguments: Sequence[str]) -> list[str]:
+    """Returns the keys that --set flags stand for; ValueError for what names no set of its own."""
     values = flags.FlagValues()
     flags.DEFINE_multi_string("set", [], "", flag_values=values)
-    values(sys.argv, known_only=True)
-    return [named_set(text) for text in values.set]
+    values(["", *arguments], known_only=True)
+    sets = [named_set(text) for text in values.set]
+    if len(dict(sets)) < len(sets):
+        raise ValueError(f"--set={values.set}: each set has a name of its own")
+    return [f"--config.eval.sets.{name}.{k}={v}" for name, of in sets for k, v in of.items()]
 
 
 def named_set(text: str) -> tuple[str, dict[str, str]]:
@@ -328,7 +331,11 @@ if __name__ == "__main__":
     flags.DEFINE_multi_string("set", [], "NAME:TASK:PATH of a set; TASK may be a kind of file.")
     if not any(re.match(r"--?config(=|$)", argument) for argument in sys.argv):
         sys.argv[1:1] = config_without_file(sys.argv[1:])
-    config_flags.define_config(sets=given_sets)
+    try:
+        sys.argv += set_flags(sys.argv[1:])
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    config_flags.define_config()
     command.define_workdir()
     flags.DEFINE_integer(
         "step", None, "Finished rollout steps of the checkpoint; 0: the start policy."

@@ -49,7 +49,7 @@ def test_a_key_is_one_line(monkeypatch):
     assert config.algo.my_cap == 0.5
     with pytest.raises(ValueError, match=r"algo\.my_cap = 0\.5, but must be at least 1"):
         checks.check(config)
-    text = config_flags.help_text(given, tuple)
+    text = config_flags.help_text(given)
     assert re.search(r"^\* algo.my_cap = 0.5 +cap of mine \(2.0\)$", text, re.M)
 
 

@@ -57,7 +57,7 @@ def test_the_commands_own_flags_are_keys_of_its_config(tmp_path):
     assert {*run.eval.sets} == {"arithmetic", "a", "g"}
     assert (run.eval.sets.a.kind, run.eval.sets.a.path, run.seed) == ("csv", "b.csv", 3)
     assert (named.eval.sets.g.task, named.eval.sets.g.max_prompts) == ("arithmetic", 3)
-    assert "a second set 'a'" in second
+    assert "each set has a name of its own" in second
     assert (own.mesh.slices, own.eval.top_p, own.eval.top_k) == (4, 0.3, 20)
     assert "a" in own.eval.sets
     assert own.tokenizer.chat_args.effort == "low"

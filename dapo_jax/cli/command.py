@@ -65,7 +65,7 @@ def parse_flags(argv: list[str]) -> list[str]:
                 if module.startswith(own):
                     print(known.module_help(module))
             if "config" in known:
-                print(config_flags.help_text(argv[1:], known["config"].parser.sets))
+                print(config_flags.help_text(argv[1:]))
             sys.exit(0)
         left = known(argv)
         if left[1:]:

@@ -110,12 +110,7 @@ class MathProblems(MathTask):
         texts = [example.text.lower() for example in examples]
         silent = sum(not any(words.lower() in text for words in asked) for text in texts)
         if silent and not self.default_template and self.template in ("", *_ASKED):
-            advice = f"template={' or '.join(templates)} does"
-            if not self.template:  # questions have one already
-                advice = "their messages have to"
-            note = (
-                f"{silent:,} of {len(texts):,} prompts do not ask for what rules={self.rules} read "
-                f"({' or '.join(asked)}); {advice}"
-            )
+            note = f"{silent:,} of {len(texts):,} prompts do not ask for what rules={self.rules} "
+            note += f"read ({' or '.join(asked)})"
             report = dataclasses.replace(report, notes=(*report.notes, note))
         return examples, report
