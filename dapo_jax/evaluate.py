@@ -206,37 +206,30 @@ def settings_of(config: ConfigDict, *, of_model: bool = False) -> dict[str, dict
     return json.loads(json.dumps(filled))  # tuples become lists, as they are read back
 
 
-def chosen_config() -> ConfigDict:
-    """Returns the config of --config, or that of any model, with the command's own flags in it."""
-    given, config = flags.FLAGS, flags.FLAGS.config
-    if not given.model and given["config"].config_filename == ANY_MODEL:
-        raise ValueError("give --config=FILE, the config of the run in --workdir, or --model=DIR")
-    for name, (key, _) in SHORT.items():
-        if given[name].value is not None:
-            config.update_from_flattened_dict({key: given[name].value})
-    return config
+def with_keys(arguments: Sequence[str]) -> list[str]:
+    """Adds the keys of the config that the command's own flags stand for to a command line.
 
-
-def config_without_file(arguments: Sequence[str]) -> list[str]:
-    """Returns the flag of the config where none names its file: the run's own, its mesh too."""
+    Where it names no config, that of any model or the run's own, its mesh too. ValueError for
+    --set flags that name no sets.
+    """
     values = flags.FlagValues()
-    for name in ("model", "workdir"):
+    for name in ("workdir", *SHORT):
         flags.DEFINE_string(name, None, "", flag_values=values)
-    values(["", *arguments], known_only=True)
-    if values.model or not values.workdir:
-        return [f"--config={ANY_MODEL}"]
-    return [f"--config={pathlib.Path(values.workdir) / 'config.json'}"]
-
-
-def set_flags(arguments: Sequence[str]) -> list[str]:
-    """Returns the keys that --set flags stand for; ValueError for what names no set of its own."""
-    values = flags.FlagValues()
     flags.DEFINE_multi_string("set", [], "", flag_values=values)
     values(["", *arguments], known_only=True)
     sets = [named_set(text) for text in values.set]
     if len(dict(sets)) < len(sets):
         raise ValueError(f"--set={values.set}: each set has a name of its own")
-    return [f"--config.eval.sets.{name}.{k}={v}" for name, of in sets for k, v in of.items()]
+    keys = {f"eval.sets.{name}.{key}": it[key] for name, it in sets for key in it}
+    keys |= {key: values[name].value for name, (key, _) in SHORT.items() if values[name].present}
+    given = [*arguments, *(f"--config.{key}={value}" for key, value in keys.items())]
+    if any(re.match(r"--?config(=|$)", argument) for argument in arguments):
+        return given
+    of_run = values.workdir and not values.model
+    return [
+        f"--config={pathlib.Path(values.workdir, 'config.json') if of_run else ANY_MODEL}",
+        *given,
+    ]
 
 
 def named_set(text: str) -> tuple[str, dict[str, str]]:
@@ -256,7 +249,9 @@ def named_set(text: str) -> tuple[str, dict[str, str]]:
 
 
 def main(_):
-    config, workdir, given = chosen_config(), pathlib.Path(flags.FLAGS.workdir), flags.FLAGS
+    given, config, workdir = flags.FLAGS, flags.FLAGS.config, pathlib.Path(flags.FLAGS.workdir)
+    if not given.model and given["config"].config_filename == ANY_MODEL:
+        raise ValueError("give --config=FILE, the config of the run in --workdir, or --model=DIR")
     hosts.start(several=given.distributed, cpu_devices=config.mesh.cpu_devices)
     say = print if hosts.is_main_host() else lambda message: None
     if not eval_settings(config):
@@ -325,20 +320,14 @@ def interval_line(name: str, scores: Mapping[str, float], settings: Mapping) -> 
 
 if __name__ == "__main__":
     for flag, (key_, help_) in SHORT.items():
-        define = flags.DEFINE_string if flag == "model" else flags.DEFINE_float
-        define = flags.DEFINE_integer if flag in ("k", "top_k", "max_tokens") else define
-        define(flag, None, f"{help_} Sets --config.{key_}.")
+        flags.DEFINE_string(flag, None, f"{help_} Sets --config.{key_}.")
     flags.DEFINE_multi_string("set", [], "NAME:TASK:PATH of a set; TASK may be a kind of file.")
-    if not any(re.match(r"--?config(=|$)", argument) for argument in sys.argv):
-        sys.argv[1:1] = config_without_file(sys.argv[1:])
     try:
-        sys.argv += set_flags(sys.argv[1:])
+        sys.argv[1:] = with_keys(sys.argv[1:])
     except ValueError as error:
         sys.exit(f"error: {error}")
     config_flags.define_config()
     command.define_workdir()
-    flags.DEFINE_integer(
-        "step", None, "Finished rollout steps of the checkpoint; 0: the start policy."
-    )
+    flags.DEFINE_integer("step", None, "Finished steps of the checkpoint; 0: the start policy.")
     command.define_distributed()
     command.run(main)

@@ -263,15 +263,7 @@ if __name__ == "__main__":
     config_flags.define_config()
     command.define_workdir()
     command.define_distributed()
-    flags.DEFINE_string(
-        "start",
-        None,
-        "run:DIR@STEP: begins with the checkpoint after STEP steps of the run in DIR.",
-    )
-    flags.DEFINE_integer(
-        "profile", None, "Write a jax.profiler trace of this step, from 0, into WORKDIR/profile."
-    )
-    flags.DEFINE_bool(
-        "dry_run", False, "Stop after the checks, the data's report and the memory; write nothing."
-    )
+    flags.DEFINE_string("start", None, "run:DIR@STEP: the checkpoint of a run to begin with.")
+    flags.DEFINE_integer("profile", None, "Trace this step, from 0, into WORKDIR/profile.")
+    flags.DEFINE_bool("dry_run", False, "Check all, report data and memory, and write nothing.")
     command.run(main)

@@ -126,7 +126,6 @@ class Group:
     stream: int = 0
 
     def graded(self, texts: Sequence[str], verdicts: Sequence[Verdict]) -> "Group":
-        """The group with a text and a verdict for each response."""
         found = zip(self.responses, texts, verdicts, strict=True)
         return dataclasses.replace(
             self,

@@ -19,7 +19,7 @@ from absl import flags
 from dapo_jax.cli import command
 def run(main):
     command.parse_flags(sys.argv)
-    print(main.__globals__["chosen_config"]().to_json_best_effort().replace("\\n", ""))
+    print(flags.FLAGS.config.to_json_best_effort().replace("\\n", ""))
 command.run, common = run, set(flags.FLAGS)
 commands, workdir = json.loads(sys.argv[1]), sys.argv[2]
 for given in commands:

@@ -1,6 +1,7 @@
 """The outputs of a run: config, rows, responses, evaluations, samples, printed lines."""
 
 import concurrent.futures
+import contextlib
 import functools
 import hashlib
 import pathlib
@@ -32,7 +33,7 @@ from sharding import hosts
 SHOWN_SAMPLES = 4
 
 
-class Record:
+class Record(contextlib.AbstractContextManager):
     """The outputs of one run in its workdir. Use it as a context manager.
 
     Every process calls it alike; only the main one prints and writes. first_step: of this process's
@@ -69,9 +70,6 @@ class Record:
         )
         for note in notes:
             self.display.line(note)
-
-    def __enter__(self) -> "Record":
-        return self
 
     def __exit__(self, kind, error, traceback) -> None:
         self.display.close()
@@ -186,7 +184,6 @@ def rollout_rows(rollouts: Rollouts, reward_PG) -> Iterator[dict]:
 
 
 def response_row(group: Group, sample: int, **scores: float) -> dict:
-    """One sampled response with its prompt, verdict and scores, ready for JSON."""
     example, response = group.prompt.example, group.responses[sample]
     return {
         "cursor": group.cursor,
@@ -224,7 +221,6 @@ def sample_digests(groups: Sequence[Group], reward_PG: np.ndarray) -> dict[str, 
 
 
 def samples(rollouts: Rollouts, reward_PG) -> list[dict]:
-    """The first response of the step's first groups, for a person to read."""
     found = []
     for p, group in enumerate(rollouts.sampled[:SHOWN_SAMPLES]):
         row = response_row(group, 0, reward=float(reward_PG[p, 0]))

@@ -60,7 +60,6 @@ class Findings:
 
     @property
     def advice(self) -> str:
-        """The setting to change where it does not fit, or hardly."""
         if self.fullest.name in ("update", "old_logprobs"):
             return (
                 "lower learner.micro_batch_rows, learner.row_tokens or learner.row_lengths, set "

@@ -246,7 +246,6 @@ def overlong(config: ConfigDict) -> dict[str, float]:
 
 
 def step_plan(config: ConfigDict, data: Data) -> StepPlan:
-    """Makes the plan of what each training step samples."""
     r = config.rollout
     return StepPlan(
         prompt_at=data.train.stream(config.seed).__getitem__,

@@ -169,7 +169,6 @@ def _sample_step(value: int, rng: np.random.Generator) -> tuple[str, int]:
 
 
 def expression(start: int, steps, rng: np.random.Generator) -> str:
-    """Asks for the value of a chain as a formula."""
     text, has_sum = str(start), False
     for operation, operand in steps:
         if operation == "*" and has_sum:
@@ -180,7 +179,6 @@ def expression(start: int, steps, rng: np.random.Generator) -> str:
 
 
 def story(start: int, steps, rng: np.random.Generator) -> str:
-    """Asks for the value of a chain as one of STORIES."""
     opening, *clauses, question = STORIES[int(rng.integers(len(STORIES)))]
     by_operation = dict(zip("+-*", clauses, strict=True))
     parts = [by_operation[operation].format(operand) for operation, operand in steps]

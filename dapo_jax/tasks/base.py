@@ -32,10 +32,8 @@ BUILT_IN = {
 }
 
 
-# Settings of a data set: those that a task may well have a parameter of its own for, and those that
-# are not among the data set's keys.
+# Settings of a data set that a task may well have a parameter of its own for.
 _OF_EVALUATION = {"k", "temperature", "top_p", "top_k", "max_tokens", "weight", "args"}
-_ELSEWHERE = {"rules": "verifier", "on_bad_row": "data"}
 
 
 class Task(Protocol):
@@ -83,10 +81,8 @@ def make_task(key: str, settings: Mapping) -> Task:
             )
     arguments = {it: settings[it] for it in signature.parameters if it in settings}
     if elsewhere := settings["args"].keys() & settings.keys() - _OF_EVALUATION:
-        raise DataError(
-            f"{key}.args has {', '.join(sorted(elsewhere))}, no argument of a task: set "
-            f"{', '.join(f'{_ELSEWHERE.get(it, key)}.{it}' for it in sorted(elsewhere))}"
-        )
+        names = ", ".join(sorted(elsewhere))
+        raise DataError(f"{key}.args has {names}, which the config has keys for: --help lists them")
     arguments |= settings["args"]
     try:
         signature.bind(**arguments)

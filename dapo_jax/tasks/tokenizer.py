@@ -235,12 +235,10 @@ def load_tokenizer(
         file of a tokenizer is tokenizer.model is a sentencepiece model too.
     stop_tokens: the texts of the tokens that end a response. None takes those of the directory's
         generation_config.json, or config.json, and <|endoftext|> where it exists; with the chat
-        template the tokenizer's end-of-sequence token too, and the special token that the template
-        writes behind an answer (<|im_end|> for Qwen2.5), and without any of them that token alone.
-    chat: "template" (transformers' apply_chat_template, with the prompt for the assistant's turn)
-        or "none" (the contents of the messages as plain text, in which no text becomes a special
-        token, with what the tokenizer puts around a text, such as Llama 3's <|begin_of_text|>);
-        "auto": the first where there is a template.
+        template also the end-of-sequence token and the special token behind an answer (<|im_end|>).
+    chat: "template" (transformers' apply_chat_template) or "none" (the contents of the messages as
+        plain text, with what the tokenizer puts around a text, such as <|begin_of_text|>); "auto":
+        the first where there is a template.
     date: the day, as 2026-11-27, of a template that writes one; "": today.
     chat_args: more arguments of the template, as enable_thinking is of Qwen3's.
 

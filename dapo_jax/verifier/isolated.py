@@ -103,7 +103,7 @@ def _end(process: subprocess.Popen, connection: multiprocessing.connection.Conne
     connection.close()
 
 
-class Pool:
+class Pool(contextlib.AbstractContextManager):
     """Workers that answer requests, each once, as many at a time as there are workers.
 
     name: of the code that answers, for messages. Threads may share a pool. Its workers live until
@@ -122,9 +122,6 @@ class Pool:
         self._idle: queue.SimpleQueue[int] = queue.SimpleQueue()  # places in self._workers
         for place in range(num_workers):
             self._idle.put(place)
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

@@ -157,6 +157,7 @@ _PLAIN_CHARACTERS = str.maketrans(
         "\uff05": "%",
     }
 )
+_TEXT_PART = rf"({TEXT}\{{[^{{}}]*\}}\S{{0,5}})"
 _STRICT_REPLACED = (
     (re.compile(r"\\! ?"), ""),
     (re.compile(r"\\varnothing(?![a-zA-Z])|\\\{ ?\\\}"), r"\\emptyset "),
@@ -168,12 +169,7 @@ _STRICT_REPLACED = (
     (re.compile(r"\^?\\degree(?![a-zA-Z])"), r"^\\circ"),
     (re.compile(r"\s+"), " "),
     (re.compile(rf"(?<=\d){RAISED_DIGITS}"), lambda it: f"^{{{it[0].translate(RAISED)}}}"),
-    (
-        re.compile(
-            rf"\\frac\{{({TEXT}\{{[^{{}}]*\}}\S{{0,5}})\}}\{{({TEXT}\{{[^{{}}]*\}}\S{{0,5}})\}}"
-        ),
-        r"\1/\2",
-    ),
+    (re.compile(rf"\\frac\{{{_TEXT_PART}\}}\{{{_TEXT_PART}\}}"), r"\1/\2"),
     (re.compile(r"\\(?:left|right)(?![a-zA-Z])"), ""),
     (re.compile(r"\\%"), "%"),
     (re.compile(r"\\[dtc]frac(?![a-zA-Z])"), r"\\frac"),

@@ -333,8 +333,8 @@ class SymbolicVerifier(isolated.Pool):
     """Grades by the rules "math_verify", the algebra in workers; raises as `isolated.Pool` does."""
 
     def __init__(self, num_workers: int, cpu_seconds: float = isolated.CPU_SECONDS) -> None:
-        how = {"num_workers": num_workers, "cpu_seconds": cpu_seconds}
-        super().__init__(f"{__name__}:algebra", name="math_verify", **how)
+        how = {"name": "math_verify", "num_workers": num_workers, "cpu_seconds": cpu_seconds}
+        super().__init__(f"{__name__}:algebra", **how)
 
     def verify(self, response: str, ground_truth: str) -> Verdict:
         return self.verify_many([response], [ground_truth])[0]
@@ -425,13 +425,8 @@ def _read(formula: str, cased: set[str]) -> list:
     )
     normal = NormalizationConfig(malformed_operators=True, nits=True)  # without its own units
     targets = [math_verify.LatexExtractionConfig(True, -1, normal)]
-    readings = math_verify.parse(
-        f"${formula}$",
-        targets,
-        fallback_mode="no_fallback",
-        extraction_mode="first_match",
-        parsing_timeout=None,
-    )
+    how = {"fallback_mode": "no_fallback", "extraction_mode": "first_match"}
+    readings = math_verify.parse(f"${formula}$", targets, **how, parsing_timeout=None)
     return [it.doit() if _is_value(it) else it for it in readings]
 
 
@@ -449,19 +444,11 @@ def _is_value(reading) -> bool:
 
 # Kinds of formulas that fill the tables of the library's parser.
 _WARM_UP = (
-    ("(x+1)^2", "x^2+2x+1"),
-    (r"\sqrt{12}", r"2\sqrt{3}"),
-    (r"\frac{\pi}{4}", r"\pi/4"),
-    ("(1,2)", "(2,1)"),
-    ("[1,2)", "[1,3)"),
-    (r"\{1,2,3\}", r"\{3,2,1\}"),
-    (r"(-\infty,3]\cup[4,\infty)", r"(-\infty,3)"),
-    (r"x\leq5", r"x<5"),
-    (r"1\pm\sqrt{2}", r"1\pm\sqrt{3}"),
+    *(("(x+1)^2", "x^2+2x+1"), (r"\sqrt{12}", r"2\sqrt{3}"), (r"\frac{\pi}{4}", r"\pi/4")),
+    *(("(1,2)", "(2,1)"), ("[1,2)", "[1,3)"), (r"\{1,2,3\}", r"\{3,2,1\}"), (r"x\leq5", r"x<5")),
+    *((r"(-\infty,3]\cup[4,\infty)", r"(-\infty,3)"), (r"1\pm\sqrt{2}", r"1\pm\sqrt{3}")),
     (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{pmatrix}1&2\\3&5\end{pmatrix}"),
     (r"\sin(x)+\log_{2}(3)\cdot e^{i\pi}", r"\cos{x}\times\ln3"),
-    (r"5!+\binom{4}{2}", "126"),
-    (r"x^{2}+y^{2}=1", "y=x"),
+    *((r"5!+\binom{4}{2}", "126"), (r"x^{2}+y^{2}=1", "y=x"), (r"|x-1|", "3*4/5")),
     (r"-\frac{a+b}{2c}", r"\frac{1}{2}a-b"),
-    (r"|x-1|", "3*4/5"),
 )
