@@ -182,10 +182,7 @@ def make_batch(groups: Sequence[Group], advantage_PG: np.ndarray, learning: Lear
     )
     if s.policy_loss == "kl_cov":
         packed.is_high_cov_BT[:] = high_covariance(
-            packed.behavior_logp_BT,
-            packed.advantage_BT,
-            packed.weight_BT > 0,
-            share=s.kl_cov_share,
+            packed.behavior_logp_BT, packed.advantage_BT, packed.weight_BT > 0, share=s.kl_cov_share
         )
     return into_micro_batches(packed, num_micro=num_micro(s), rows=s.micro_batch_rows)
 

@@ -7,12 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from dapo_jax.algorithm import (
-    above_lowest,
-    first_informative,
-    informative_groups,
-    shaped_reward,
-)
+from dapo_jax.algorithm import above_lowest, first_informative, informative_groups, shaped_reward
 from dapo_jax.grading import Graded, Grading
 from dapo_jax.sampler.session import Session
 from dapo_jax.types import TRAINING, Group, PartialGroup, Prompt, Rollouts, RolloutStats

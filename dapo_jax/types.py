@@ -128,8 +128,7 @@ class Group:
     def graded(self, texts: Sequence[str], verdicts: Sequence[Verdict]) -> "Group":
         found = zip(self.responses, texts, verdicts, strict=True)
         return dataclasses.replace(
-            self,
-            responses=tuple(dataclasses.replace(r, text=t, verdict=v) for r, t, v in found),
+            self, responses=tuple(dataclasses.replace(r, text=t, verdict=v) for r, t, v in found)
         )
 
     @property

@@ -137,10 +137,7 @@ class Checkpoints:
         steps = self._agreed_steps()
         if step not in steps:
             raise FileNotFoundError(f"there is no checkpoint {step}, only {sorted(steps)}")
-        try:
-            return self._read(step, abstract_state, require)
-        except DamagedError as error:
-            raise DamagedError(f"{error}; there are others: {sorted({*steps} - {step})}") from error
+        return self._read(step, abstract_state, require)
 
     def fingerprint_of(self, step: int) -> dict | None:
         """Reads whose run a checkpoint is; None where it was saved without; DamagedError."""

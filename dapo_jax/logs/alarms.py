@@ -211,12 +211,7 @@ class Alarms:
     """Looks at each step of a run. `say` is called with the lines for a person."""
 
     def __init__(
-        self,
-        config: ConfigDict,
-        state: TrainState,
-        *,
-        vocab_size: int,
-        say: Callable[[str], None],
+        self, config: ConfigDict, state: TrainState, *, vocab_size: int, say: Callable[[str], None]
     ):
         self.config, self.uniform_nats = config, math.log(vocab_size)  # nats of a uniform choice
         self.bad = ""  # the value that was not finite in the step

@@ -13,16 +13,8 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from dapo_jax.cli.config_flags import as_json
+from dapo_jax.logs import files
 from dapo_jax.logs.display import Display, evaluation_line
-from dapo_jax.logs.files import (
-    append_line,
-    append_log,
-    begin_rows,
-    json_digest,
-    json_line,
-    write_json,
-    write_rollouts,
-)
 from dapo_jax.logs.metrics import DIGESTS, LOGP, STATE, TASK, TOKENS, VERDICTS
 from dapo_jax.logs.provenance import add_start
 from dapo_jax.logs.writers import Writers
@@ -52,7 +44,7 @@ class Record(contextlib.AbstractContextManager):
         about: Mapping[str, Any],
     ):
         is_main = hosts.is_main_host()
-        log = functools.partial(append_log, workdir) if is_main else None
+        log = functools.partial(files.append_log, workdir) if is_main else None
         self.workdir, self._config = workdir, config
         self.display = Display(config.num_steps, first_step, log)
         self._background = concurrent.futures.ThreadPoolExecutor(1)
@@ -60,10 +52,12 @@ class Record(contextlib.AbstractContextManager):
         if not is_main:
             return
         add_start(workdir, config, {"first_step": first_step, **about})
-        notes = begin_rows(workdir, first_step=first_step, begin_step=begin_step, last_row=last_row)
+        notes = files.begin_rows(
+            workdir, first_step=first_step, begin_step=begin_step, last_row=last_row
+        )
         # Once the rows are cut: a killed run's look finished beside a config of fewer steps.
         document = as_json(config)
-        write_json(workdir / "config.json", document)
+        files.write_json(workdir / "config.json", document)
         resume_step = first_step - 1 if first_step > begin_step else None
         self._writers = Writers(
             config.log.writers, document, workdir, resume_step, self.display.line
@@ -78,7 +72,7 @@ class Record(contextlib.AbstractContextManager):
             print(f"the step's responses were not written: {lost}", file=sys.stderr)
         if hosts.is_main_host():
             if error is not None:
-                append_log(self.workdir, f"ended by {kind.__name__}: {error}")
+                files.append_log(self.workdir, f"ended by {kind.__name__}: {error}")
             self._writers("close")
 
     def rollouts(self, step: int, rollouts: Rollouts, reward_PG) -> None:
@@ -89,7 +83,7 @@ class Record(contextlib.AbstractContextManager):
     def _keep(self, step: int, rollouts: Rollouts, reward_PG) -> dict[str, str]:
         if _every(self._config.log.rollouts_every_steps, step):
             rows = rollout_rows(rollouts, reward_PG)
-            write_rollouts(self.workdir / "rollouts" / f"{step}.jsonl.gz", rows, level=1)
+            files.write_rollouts(self.workdir / "rollouts" / f"{step}.jsonl.gz", rows, level=1)
         return sample_digests(rollouts.sampled, reward_PG)
 
     def digests(self, arrays: Mapping) -> dict[str, str]:
@@ -100,8 +94,8 @@ class Record(contextlib.AbstractContextManager):
         """
         if self._files is None:
             return {}
-        files, self._files = self._files, None
-        return files.result() | {STATE: json_digest(arrays)}
+        pending, self._files = self._files, None
+        return pending.result() | {STATE: files.json_digest(arrays)}
 
     def responses(self, finished_steps: int, name: str, groups: Sequence[Group]) -> None:
         """Writes an evaluation set's responses to eval/<finished rollout steps>.<set>.jsonl.gz."""
@@ -118,7 +112,7 @@ class Record(contextlib.AbstractContextManager):
         scores = result_row(results)
         if hosts.is_main_host():
             document = {"step": finished_steps, "sets": results, "settings": settings}
-            write_json(self.workdir / "eval" / f"{finished_steps}.json", document)
+            files.write_json(self.workdir / "eval" / f"{finished_steps}.json", document)
             self._writers("evaluation", finished_steps, scores)
         self.display.line(evaluation_line(finished_steps, scores))
         return scores
@@ -126,7 +120,7 @@ class Record(contextlib.AbstractContextManager):
     def step(self, row: dict, rollouts: Rollouts, reward_PG) -> None:
         """Writes and shows a finished step's row, and every so many steps samples."""
         if hosts.is_main_host():
-            append_line(self.workdir / "metrics.jsonl", row)
+            files.append_line(self.workdir / "metrics.jsonl", row)
             self._writers("step", {k: v for k, v in row.items() if k not in DIGESTS})
         is_due = _every(self._config.log.samples_every_steps, row["step"])
         if is_due and (shown := samples(rollouts, reward_PG)):
@@ -148,7 +142,7 @@ def write_own_results(
         label = settings_label(settings[name])
         paths.append(workdir / "eval" / f"{finished_steps}.{name}.{label}.json")
         document = {"step": finished_steps, "sets": {name: scores}}
-        write_json(paths[-1], document | {"settings": {name: settings[name]}, "label": label})
+        files.write_json(paths[-1], document | {"settings": {name: settings[name]}, "label": label})
     return paths
 
 
@@ -157,13 +151,13 @@ def settings_label(settings: Mapping) -> str:
     few = f"t{settings['temperature']:g}_p{settings['top_p']:g}_k{settings['k']}"
     if settings["max_prompts"]:
         few += f"_n{settings['max_prompts']}"
-    return f"{few}_{settings['rules']}_s{settings['seed']}.{json_digest(settings)[:6]}"
+    return f"{few}_{settings['rules']}_s{settings['seed']}.{files.json_digest(settings)[:6]}"
 
 
 def write_responses(workdir: pathlib.Path, name: str, groups: Sequence[Group]) -> None:
     """Writes an evaluation's responses to eval/<name>.jsonl.gz, one a line."""
     rows = (response_row(group, g) for group in groups for g in range(len(group.responses)))
-    write_rollouts(workdir / "eval" / f"{name}.jsonl.gz", rows, level=1)
+    files.write_rollouts(workdir / "eval" / f"{name}.jsonl.gz", rows, level=1)
 
 
 def result_row(results: dict) -> dict[str, float]:
@@ -209,12 +203,12 @@ def sample_digests(groups: Sequence[Group], reward_PG: np.ndarray) -> dict[str, 
     for group, reward_G in zip(groups, reward_PG, strict=True):
         for response in group.responses:
             about = [group.cursor, len(response.tokens_T), bool(response.stopped), response.ends]
-            tokens.update(json_line(about))
+            tokens.update(files.json_line(about))
             tokens.update(np.ascontiguousarray(response.tokens_T, "<i4"))
             logp.update(np.ascontiguousarray(response.behavior_logp_T, "<f4"))
             verdict = response.verdict
             grade = [verdict.correct, verdict.prediction, verdict.status, verdict.score]
-            verdicts.update(json_line([*grade, verdict.measures]))
+            verdicts.update(files.json_line([*grade, verdict.measures]))
         verdicts.update(np.ascontiguousarray(reward_G, "<f8"))
     found = zip((TOKENS, LOGP, VERDICTS), (tokens, logp, verdicts), strict=True)
     return {key: digest.hexdigest() for key, digest in found}
