@@ -117,23 +117,18 @@ def summarize(groups: Sequence[Group], same=by_text) -> dict[str, float]:
     responses = [response for group in groups for response in group.responses]
     powers = [2**i for i in range(1, k.bit_length()) if 2**i < k] + [k]
     low, high = share_interval(correct_PK.mean(axis=1), samples=correct_PK.size)
+    majority_P = [majority_is_correct(group.grades[1], same) for group in groups]
+    passed = {n: [pass_at_k(k, int(c), n) for c in correct_PK.sum(axis=1)] for n in powers}
     return {
         f"mean@{k}": float(correct_PK.mean()),
-        f"maj@{k}": float(
-            np.mean([majority_is_correct([r.verdict for r in g.responses], same) for g in groups])
-        ),
-        **{
-            f"pass@{n}": float(np.mean([pass_at_k(k, int(c), n) for c in correct_PK.sum(axis=1)]))
-            for n in powers
-        },
+        f"maj@{k}": float(np.mean(majority_P)),
+        **{f"pass@{n}": float(np.mean(passed_P)) for n, passed_P in passed.items()},
         "interval/low": low,
         "interval/high": high,
         "problems": len(groups),
         "response_tokens/mean": float(length_PK.mean()),
         "truncated_fraction": float(1 - np.mean([group.stopped_G for group in groups])),
-        "no_answer_fraction": float(
-            np.mean([response.verdict.prediction is None for response in responses])
-        ),
+        "no_answer_fraction": float(np.mean([r.verdict.prediction is None for r in responses])),
         **{f"{TASK}{name}": mean for name, mean in mean_measures(responses).items()},
     }
 

@@ -72,7 +72,10 @@ def test_a_task_is_made_of_the_settings_that_it_takes():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"task": "arithmetik"}, "data.train.task = 'arithmetik': there is no such task. Did you "),
+        (
+            {"task": "arithmetik"},
+            "data.train.task = 'arithmetik': there is no such task. Built in ",
+        ),
         (
             {"task": "nowhere.x:Y"},
             "which cannot be imported .in the working directory or on PYTHONPATH.: No",

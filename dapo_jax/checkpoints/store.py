@@ -137,7 +137,10 @@ class Checkpoints:
         steps = self._agreed_steps()
         if step not in steps:
             raise FileNotFoundError(f"there is no checkpoint {step}, only {sorted(steps)}")
-        return self._read(step, abstract_state, require)
+        try:
+            return self._read(step, abstract_state, require)
+        except DamagedError as error:
+            raise DamagedError(f"{error}; there are others: {sorted({*steps} - {step})}") from error
 
     def fingerprint_of(self, step: int) -> dict | None:
         """Reads whose run a checkpoint is; None where it was saved without; DamagedError."""

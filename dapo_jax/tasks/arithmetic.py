@@ -84,13 +84,11 @@ def generate(levels: Sequence[int], count: int, seed: int, *, split: str) -> lis
     """
     if not levels or not all(isinstance(level, int) and level >= 1 for level in levels):
         raise DataError(f"levels are {tuple(levels)}, but must be integers of at least 1")
-    return distinct(
-        lambda rng: _sample(levels[rng.integers(len(levels))], rng),
-        count,
-        seed,
-        split=split,
-        source=f"levels {tuple(levels)}",
-    )
+
+    def sample(rng: np.random.Generator) -> Problem:
+        return _sample(levels[rng.integers(len(levels))], rng)
+
+    return distinct(sample, count, seed, split=split, source=f"levels {tuple(levels)}")
 
 
 def distinct(

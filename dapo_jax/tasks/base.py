@@ -9,7 +9,6 @@ It is constructed with those settings of the data set (`configs.base.dataset`), 
 imported from the working directory or PYTHONPATH.
 """
 
-import difflib
 import inspect
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -67,10 +66,8 @@ def make_task(key: str, settings: Mapping) -> Task:
     where = f"{key}.task = {name!r}"
     path = BUILT_IN.get(name, name)
     if ":" not in path:
-        near = difflib.get_close_matches(name, BUILT_IN, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
         known = f'Built in are {", ".join(BUILT_IN)}; a custom one is named "module:Class".'
-        raise DataError(f"{where}: there is no such task.{hint} {known}")
+        raise DataError(f"{where}: there is no such task. {known}")
     task_class = imported(where, path, ("load", "grade"))
     signature = inspect.signature(task_class)
     for field in ("path", "prompt_field", "answer_field", "template"):

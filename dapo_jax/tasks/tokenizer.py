@@ -160,17 +160,11 @@ class HuggingFaceTokenizer:
             return self._encode(plain_text(messages), add_special_tokens=True)
         roles = [message["role"] for message in messages]
         begun = roles[-1:] == ["assistant"]  # an answer's first words, to go on from
-        how = {**self._chat_args, "add_generation_prompt": not begun}
-        if tools:
-            how["tools"] = list(tools)
+        how = {"add_generation_prompt": not begun, "continue_final_message": begun}
+        how |= {"tokenize": True, "return_dict": False}
+        how = {**self._chat_args, **how, **({"tools": list(tools)} if tools else {})}
         with _of_library(self._folder, f"has no prompt for roles {roles} by its template"):
-            return self._tokenizer.apply_chat_template(
-                list(messages),
-                tokenize=True,
-                return_dict=False,
-                continue_final_message=begun,
-                **how,
-            )
+            return self._tokenizer.apply_chat_template(list(messages), **how)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         how = {"add_special_tokens": add_special_tokens, "split_special_tokens": True}

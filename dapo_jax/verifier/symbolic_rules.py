@@ -15,20 +15,8 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 from dapo_jax.types import Verdict
-from dapo_jax.verifier import isolated
-from dapo_jax.verifier.math_rules import (
-    EQUALS,
-    Answer,
-    closing_brace,
-    compare_answers,
-    differ,
-    exact_number,
-    is_name,
-    last_answer,
-    read_answer,
-    refuse,
-)
-from dapo_jax.verifier.units import DOUBT, TEXT, TEXT_GROUP, split_unit
+from dapo_jax.verifier import isolated, math_rules
+from dapo_jax.verifier.units import DOUBT, TEXT, TEXT_GROUP, differ, split_unit
 
 SYMBOLIC_TAIL_CHARS = 1000
 MAX_FORMULA_CHARS = 500
@@ -83,7 +71,7 @@ def find_answer(response: str) -> str | None:
     It is the last line "Answer: ..."; without one the last `\boxed{...}`, with those joined to it
     by "," or "and".
     """
-    answer = last_answer(response)
+    answer = math_rules.last_answer(response)
     return _last_boxes(response[-SYMBOLIC_TAIL_CHARS:]) if answer is None else answer
 
 
@@ -99,7 +87,7 @@ def _boxes(text: str) -> list[tuple[int, int, int]]:
     """Finds the outermost boxes: start, start of the inside, end of the inside."""
     boxes, end = [], 0
     for match in _BOX.finditer(text):
-        closing = closing_brace(text, match.end() - 1)
+        closing = math_rules.closing_brace(text, match.end() - 1)
         if closing is not None and match.start() >= end:
             boxes.append((match.start(), match.end(), closing))
             end = closing
@@ -119,7 +107,7 @@ def _last_boxes(text: str) -> str | None:
     answer = ", ".join(text[start:end] for _, start, end in joined)
     unit = _BEHIND.match(rest)[1]
     known = TEXT_GROUP.search(unit) or split_unit(f"1{unit}", of_number=True)[0] == "1"
-    return answer + unit * (known and not read_answer(answer).unit)
+    return answer + unit * (known and not math_rules.read_answer(answer).unit)
 
 
 # What needs no algebra.
@@ -182,9 +170,9 @@ _DANGLES = re.compile(
 def decide(answer: str | None, truth: str) -> Verdict | tuple[str, str]:
     """Returns the verdict where no algebra is needed, else the two formulas to ask about."""
     answer = None if answer is None else _claimed(answer)
-    mine = None if answer is None else read_answer(answer)
+    mine = None if answer is None else math_rules.read_answer(answer)
     right = _read_truth(truth)
-    verdict = compare_answers(mine, right)
+    verdict = math_rules.compare_answers(mine, right)
     if verdict.status != "wrong":
         return verdict
     if _WORD.fullmatch(right.form) and mine.form.casefold() == right.form.casefold():
@@ -195,17 +183,17 @@ def decide(answer: str | None, truth: str) -> Verdict | tuple[str, str]:
         return verdict._replace(status="other_unit")
     if differ(mine.name, right.name):
         return verdict._replace(status="other_name")
-    *others, last = EQUALS.split(mine.form)
+    *others, last = math_rules.EQUALS.split(mine.form)
     is_list = _COMMA.search(_AND.sub(",", mine.form))
-    if others and not (is_list or EQUALS.search(right.form) or too_large(mine.form)):
-        named = is_name(others[0])  # its formulas are not to be checked, the numbers are
+    if others and not (is_list or math_rules.EQUALS.search(right.form) or too_large(mine.form)):
+        named = math_rules.is_name(others[0])  # its formulas are not to be checked, the numbers are
         others = [x for x in others[named:] if not ("dots" in x or (named and _UNKNOWN.search(x)))]
         verdict = decide(last, truth)
         if not others or verdict[0] is False:
             return verdict
         last, truth = (last, last) if isinstance(verdict, Verdict) else verdict
         return "=".join([*others, last]), truth
-    numbers = exact_number(mine.form), exact_number(right.form)
+    numbers = math_rules.exact_number(mine.form), math_rules.exact_number(right.form)
     if None not in numbers:
         if not _same_number(*numbers, mine.unit == "%", right.unit == "%", answer, truth):
             return verdict
@@ -222,8 +210,12 @@ def decide(answer: str | None, truth: str) -> Verdict | tuple[str, str]:
 
 def _without_names(form: str, other: str) -> str:
     """Reads "x=1 or x=2" as a set; "x=1, y=2" as a tuple where the other answer is one."""
-    items = [EQUALS.split(item) for item in _COMMA.split(_AND.sub(",", form))]
-    if "=" in other or len(items) < 2 or any(len(i) != 2 or not is_name(i[0]) for i in items):
+    items = [math_rules.EQUALS.split(item) for item in _COMMA.split(_AND.sub(",", form))]
+    if (
+        "=" in other
+        or len(items) < 2
+        or any(len(i) != 2 or not math_rules.is_name(i[0]) for i in items)
+    ):
         return form
     names, values = zip(*items, strict=True)
     if len({name.partition("_")[0] for name in names}) == 1:
@@ -233,9 +225,9 @@ def _without_names(form: str, other: str) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def _read_truth(truth: str) -> Answer:
+def _read_truth(truth: str) -> math_rules.Answer:
     """Reads a ground truth; of a worked solution what is in its last box."""
-    return read_answer(_last_boxes(truth) or truth)
+    return math_rules.read_answer(_last_boxes(truth) or truth)
 
 
 def _same_number(
@@ -266,7 +258,7 @@ def _hopeless(one: str, other: str) -> bool:
         or bool(_CLIPPED.search(one)) != bool(_CLIPPED.search(other))
         or (_OPENS_SET.match(one) and _OPENS_LIST.match(other))
         or (_OPENS_LIST.match(one) and _OPENS_SET.match(other))
-        or (exact_number(other) is not None and _ORDER.search(one))
+        or (math_rules.exact_number(other) is not None and _ORDER.search(one))
         or _DATE_OR_TIME.search(f"{one} {other}")
         or _DANGLES.search(one)
         or {*_GREEK_CAPITAL.findall(one)} != {*_GREEK_CAPITAL.findall(other)}
@@ -342,7 +334,7 @@ class SymbolicVerifier(isolated.Pool):
     def verify_many(self, responses: Sequence[str], ground_truths: Sequence[str]) -> list[Verdict]:
         """Grades pairs, in order; raises ValueError where the lengths differ."""
         decided = [
-            refuse(response, truth) or decide_locally(response, truth)
+            math_rules.refuse(response, truth) or decide_locally(response, truth)
             for response, truth in zip(responses, ground_truths, strict=True)
         ]
         requests = {it: json.dumps(it).encode() for it in decided if not isinstance(it, Verdict)}
@@ -387,7 +379,7 @@ def grade_symbolic(answer: str, truth: str) -> Verdict:
     """Grades a formula by the library, which may take forever: only inside a worker."""
     import math_verify
 
-    sides = EQUALS.split(answer) if not EQUALS.search(truth) else [answer]
+    sides = math_rules.EQUALS.split(answer) if not math_rules.EQUALS.search(truth) else [answer]
     letters = {*_LETTER.sub("", f"{answer}={truth}")}
     cased = {it for it in letters if it.isupper() and it.lower() in letters}
     readings = [_read(side, cased) for side in sides]
