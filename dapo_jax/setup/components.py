@@ -382,7 +382,7 @@ def cache_plan(
     config: ConfigDict, sizes: ModelConfig, mesh, kernels: Kernels, *, cache_bytes: int
 ) -> Cache:
     """The slots and pages that so many bytes of a device hold. ValueError where they hold none."""
-    r = config.rollout
+    r, width = config.rollout, jnp.dtype(config.model.compute_dtype).itemsize
     spread = rules.row_degree(mesh) > 1 and kernels.attend_pages is not None
     limits = Cache(
         readers=min(r.group_size, SPREAD_READERS) if spread else r.group_size,
@@ -396,11 +396,7 @@ def cache_plan(
     return plan_cache(
         limits,
         cache_bytes=cache_bytes,
-        token_bytes=token_bytes(
-            sizes,
-            bytes_per_value=jnp.dtype(config.model.compute_dtype).itemsize,
-            model_degree=mesh.shape["model"],
-        ),
+        token_bytes=token_bytes(sizes, bytes_per_value=width, model_degree=mesh.shape["model"]),
         slot_tokens=min(r.slot_tokens, r.max_response_tokens),
         copies=kernels.attend_pages is None,
     )

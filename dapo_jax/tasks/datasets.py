@@ -98,9 +98,8 @@ def with_system(example: Example, text: str) -> Example:
     if any(message["role"] == "system" for message in example.prompt):
         where = f"{example.source}, row {example.row}"
         raise DataError(f"system = {text!r:.80}, but {where} has a system message; leave it empty")
-    return dataclasses.replace(
-        example, prompt=({"role": "system", "content": text}, *example.prompt)
-    )
+    message = {"role": "system", "content": text}
+    return dataclasses.replace(example, prompt=(message, *example.prompt))
 
 
 def tokenize(
