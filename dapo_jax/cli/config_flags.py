@@ -183,8 +183,14 @@ class ConfigParser(ConfigFileFlagParser):
                 of = functools.reduce(ConfigDict.__getitem__, match[1].split("."), config)
                 of[match[2]] = placeholder(object)
         complete(config)
-        if unknown := unknown_keys(config, argv):
-            raise ValueError(numbered(unknown))
+        known = list(keys(config))
+        wrong = [
+            f"the config has no key {match[1]!r} ({argument}){hint(match[1], known, '--config.')}"
+            for argument in argv
+            if (match := KEY_FLAG.match(argument)) and match[1] not in known
+        ]
+        if wrong:
+            raise ValueError(numbered(wrong))
         return config.lock()
 
 
@@ -232,16 +238,6 @@ def keys(config: ConfigDict, prefix: str = "") -> Iterator[str]:
         yield prefix + name
         if isinstance(config[name], ConfigDict):
             yield from keys(config[name], f"{prefix}{name}.")
-
-
-def unknown_keys(config: ConfigDict, arguments: Sequence[str]) -> list[str]:
-    known, refusals = list(keys(config)), []
-    for argument in arguments:
-        match = KEY_FLAG.match(argument)
-        if match and match[1] not in known:
-            near = hint(match[1], known, "--config.")
-            refusals.append(f"the config has no key {match[1]!r} ({argument}){near}")
-    return refusals
 
 
 def _place(error: BaseException, file: str) -> str:
