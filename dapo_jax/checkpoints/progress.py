@@ -35,8 +35,10 @@ class Progress:
 
     @classmethod
     def from_json(cls, described: Mapping) -> "Progress":
-        """Undoes `to_json`."""
-        return cls(**described | {"partial": [_group(it) for it in described["partial"]]})
+        """Undoes `to_json`; what older checkpoints have beside it is left out."""
+        partial = [_group(it) for it in described.get("partial", ())]
+        known = {it.name for it in dataclasses.fields(cls)} & described.keys()
+        return cls(**{name: described[name] for name in known} | {"partial": partial})
 
 
 def _group_json(group: PartialGroup) -> dict:
