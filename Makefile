@@ -48,8 +48,7 @@ setup: $(STAMP)
 
 preflight: setup $(TPU_COMPILER)
 	.venv/bin/python -m dapo_jax.preflight --config=$(CONFIG) --topology=$(TOPOLOGY) $(ARGS)
-	.venv/bin/python -m experiments.preflight.estimate --config=$(CONFIG) --topology=$(TOPOLOGY) \
-	  $(filter-out --suggest%,$(ARGS))
+	.venv/bin/python -m experiments.preflight.estimate --config=$(CONFIG) --topology=$(TOPOLOGY) $(ARGS)
 
 preflight-all: setup $(TPU_COMPILER)
 	.venv/bin/python -m experiments.preflight.all $(ARGS)

@@ -117,23 +117,18 @@ def summarize(groups: Sequence[Group], same=by_text) -> dict[str, float]:
     responses = [response for group in groups for response in group.responses]
     powers = [2**i for i in range(1, k.bit_length()) if 2**i < k] + [k]
     low, high = share_interval(correct_PK.mean(axis=1), samples=correct_PK.size)
+    majority_P = [majority_is_correct(group.grades[1], same) for group in groups]
+    passed = {n: [pass_at_k(k, int(c), n) for c in correct_PK.sum(axis=1)] for n in powers}
     return {
         f"mean@{k}": float(correct_PK.mean()),
-        f"maj@{k}": float(
-            np.mean([majority_is_correct([r.verdict for r in g.responses], same) for g in groups])
-        ),
-        **{
-            f"pass@{n}": float(np.mean([pass_at_k(k, int(c), n) for c in correct_PK.sum(axis=1)]))
-            for n in powers
-        },
+        f"maj@{k}": float(np.mean(majority_P)),
+        **{f"pass@{n}": float(np.mean(passed_P)) for n, passed_P in passed.items()},
         "interval/low": low,
         "interval/high": high,
         "problems": len(groups),
         "response_tokens/mean": float(length_PK.mean()),
         "truncated_fraction": float(1 - np.mean([group.stopped_G for group in groups])),
-        "no_answer_fraction": float(
-            np.mean([response.verdict.prediction is None for response in responses])
-        ),
+        "no_answer_fraction": float(np.mean([r.verdict.prediction is None for r in responses])),
         **{f"{TASK}{name}": mean for name, mean in mean_measures(responses).items()},
     }
 
@@ -206,34 +201,30 @@ def settings_of(config: ConfigDict, *, of_model: bool = False) -> dict[str, dict
     return json.loads(json.dumps(filled))  # tuples become lists, as they are read back
 
 
-def chosen_config() -> ConfigDict:
-    """Returns the config of --config, or that of any model, with the command's own flags in it."""
-    given, config = flags.FLAGS, flags.FLAGS.config
-    if not given.model and given["config"].config_filename == ANY_MODEL:
-        raise ValueError("give --config=FILE, the config of the run in --workdir, or --model=DIR")
-    for name, (key, _) in SHORT.items():
-        if given[name].value is not None:
-            config.update_from_flattened_dict({key: given[name].value})
-    return config
+def with_keys(arguments: Sequence[str]) -> list[str]:
+    """Adds the keys of the config that the command's own flags stand for to a command line.
 
-
-def config_without_file(arguments: Sequence[str]) -> list[str]:
-    """Returns the flag of the config where none names its file: the run's own, its mesh too."""
+    Where it names no config, that of any model or the run's own, its mesh too. ValueError for
+    --set flags that name no sets.
+    """
     values = flags.FlagValues()
-    for name in ("model", "workdir"):
+    for name in ("workdir", *SHORT):
         flags.DEFINE_string(name, None, "", flag_values=values)
-    values(["", *arguments], known_only=True)
-    if values.model or not values.workdir:
-        return [f"--config={ANY_MODEL}"]
-    return [f"--config={pathlib.Path(values.workdir) / 'config.json'}"]
-
-
-def given_sets() -> list[tuple[str, dict[str, str]]]:
-    """Returns (name, settings) of the command line's --set flags; ValueError for what is none."""
-    values = flags.FlagValues()
     flags.DEFINE_multi_string("set", [], "", flag_values=values)
-    values(sys.argv, known_only=True)
-    return [named_set(text) for text in values.set]
+    values(["", *arguments], known_only=True)
+    sets = [named_set(text) for text in values.set]
+    if len(dict(sets)) < len(sets):
+        raise ValueError(f"--set={values.set}: each set has a name of its own")
+    keys = {f"eval.sets.{name}.{key}": it[key] for name, it in sets for key in it}
+    keys |= {key: values[name].value for name, (key, _) in SHORT.items() if values[name].present}
+    given = [*arguments, *(f"--config.{key}={value}" for key, value in keys.items())]
+    if any(re.match(r"--?config(=|$)", argument) for argument in arguments):
+        return given
+    of_run = values.workdir and not values.model
+    return [
+        f"--config={pathlib.Path(values.workdir, 'config.json') if of_run else ANY_MODEL}",
+        *given,
+    ]
 
 
 def named_set(text: str) -> tuple[str, dict[str, str]]:
@@ -253,7 +244,9 @@ def named_set(text: str) -> tuple[str, dict[str, str]]:
 
 
 def main(_):
-    config, workdir, given = chosen_config(), pathlib.Path(flags.FLAGS.workdir), flags.FLAGS
+    given, config, workdir = flags.FLAGS, flags.FLAGS.config, pathlib.Path(flags.FLAGS.workdir)
+    if not given.model and given["config"].config_filename == ANY_MODEL:
+        raise ValueError("give --config=FILE, the config of the run in --workdir, or --model=DIR")
     hosts.start(several=given.distributed, cpu_devices=config.mesh.cpu_devices)
     say = print if hosts.is_main_host() else lambda message: None
     if not eval_settings(config):
@@ -298,7 +291,6 @@ def main(_):
 
 
 def fit_model(config: ConfigDict, tokenizer: Tokenizer, data: components.Data) -> None:
-    """Fills in lengths and cache for the evaluation sets of a model alone."""
     auto_sizes.fit_lengths(config, data.longest_prompt())
     responses = sum(len(it.dataset.prompts) * it.k for it in data.eval_sets.values())
     auto_sizes.fit_cache(config, responses)
@@ -313,7 +305,6 @@ def config_of_run(workdir: pathlib.Path) -> dict | None:
 
 
 def interval_line(name: str, scores: Mapping[str, float], settings: Mapping) -> str:
-    """Says a set's mean over problems, its 95 % confidence interval, and how it was sampled."""
     mean = next(key for key in scores if key.startswith("mean@"))
     return (
         f"{name}: {mean} {scores[mean]:.1%} [{scores['interval/low']:.1%}, "
@@ -324,16 +315,14 @@ def interval_line(name: str, scores: Mapping[str, float], settings: Mapping) -> 
 
 if __name__ == "__main__":
     for flag, (key_, help_) in SHORT.items():
-        define = flags.DEFINE_string if flag == "model" else flags.DEFINE_float
-        define = flags.DEFINE_integer if flag in ("k", "top_k", "max_tokens") else define
-        define(flag, None, f"{help_} Sets --config.{key_}.")
+        flags.DEFINE_string(flag, None, f"{help_} Sets --config.{key_}.")
     flags.DEFINE_multi_string("set", [], "NAME:TASK:PATH of a set; TASK may be a kind of file.")
-    if not any(re.match(r"--?config(=|$)", argument) for argument in sys.argv):
-        sys.argv[1:1] = config_without_file(sys.argv[1:])
-    config_flags.define_config(sets=given_sets)
+    try:
+        sys.argv[1:] = with_keys(sys.argv[1:])
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    config_flags.define_config()
     command.define_workdir()
-    flags.DEFINE_integer(
-        "step", None, "Finished rollout steps of the checkpoint; 0: the start policy."
-    )
+    flags.DEFINE_integer("step", None, "Finished steps of the checkpoint; 0: the start policy.")
     command.define_distributed()
     command.run(main)

@@ -19,16 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dapo_jax.algorithm import (
-    ADVANTAGE_EPSILON,
-    centred_reward,
-    clamped_log_ratio,
-    clip_indicators,
-    group_advantage,
-    importance_ratio,
-    kl_k3,
-    token_policy_loss,
-)
+from dapo_jax import algorithm
 from dapo_jax.outside import imported
 from dapo_jax.types import Batch
 
@@ -76,14 +67,14 @@ def clip(compared, logp, token: Batch, learning):
     s = learning
     bounds = {"eps_low": s.eps_low, "eps_high": s.eps_high, "dual_clip": s.dual_clip}
     arguments = (*compared, token.advantage_BT)
-    held = clip_indicators(*arguments, **bounds)
+    held = algorithm.clip_indicators(*arguments, **bounds)
     indicators = {f"clip_fraction/{bound}": value for bound, value in held.items()}
-    return token_policy_loss(*arguments, **bounds), indicators
+    return algorithm.token_policy_loss(*arguments, **bounds), indicators
 
 
 def cispo(compared, logp, token: Batch, learning):
     """Bounds the weight of log pi alone (CISPO, 2506.13585, Eq. 4 and 5): all keep a gradient."""
-    ratio = importance_ratio(*compared)
+    ratio = algorithm.importance_ratio(*compared)
     low, high = 1.0 - learning.eps_low, 1.0 + learning.eps_high
     weight = jax.lax.stop_gradient(jnp.clip(ratio, low, high))
     held = {"clip_fraction/high": ratio > high, "clip_fraction/low": ratio < low}
@@ -92,7 +83,7 @@ def cispo(compared, logp, token: Batch, learning):
 
 def unbounded(compared, logp, token: Batch, learning):
     """Bounds nothing: the importance-weighted policy gradient, -r A."""
-    return -importance_ratio(*compared) * token.advantage_BT, {}
+    return -algorithm.importance_ratio(*compared) * token.advantage_BT, {}
 
 
 def kl_cov(compared, logp, token: Batch, learning):
@@ -102,7 +93,7 @@ def kl_cov(compared, logp, token: Batch, learning):
     +-1 elsewhere, however near. So r is to the learner's own old log-probabilities.
     """
     loss, _ = unbounded(compared, logp, token, learning)
-    log_ratio = clamped_log_ratio(logp, token.old_logp_BT)
+    log_ratio = algorithm.clamped_log_ratio(logp, token.old_logp_BT)
     # jnp.abs has slope 1 at 0.
     penalty = log_ratio * jax.lax.stop_gradient(jnp.sign(log_ratio))
     return loss + learning.kl_cov_coef * jnp.where(token.is_high_cov_BT, penalty, 0.0), {}
@@ -138,7 +129,7 @@ def sampler_weight(token: Batch, *, cap: float):
     policy at the beginning of the step, which differs from the sampler's by rounding, and for
     partial rollouts by the steps between.
     """
-    ratio = importance_ratio(token.old_logp_BT, token.behavior_logp_BT)
+    ratio = algorithm.importance_ratio(token.old_logp_BT, token.behavior_logp_BT)
     return jnp.minimum(ratio, cap), ratio > cap
 
 
@@ -147,22 +138,22 @@ def sampler_weight(token: Batch, *, cap: float):
 
 def group_std(reward_PG, length_PG):
     """Divides by the standard deviation in the group (Eq. 9)."""
-    return group_advantage(reward_PG)
+    return algorithm.group_advantage(reward_PG)
 
 
 def batch_std(reward_PG, length_PG):
     """Divides by that of all responses (ScaleRL, 2510.13786, section 4; 2501.03262, Eq. 7)."""
-    return _whitened(centred_reward(reward_PG), np.ones_like(length_PG))
+    return _whitened(algorithm.centred_reward(reward_PG), np.ones_like(length_PG))
 
 
 def token_whiten(reward_PG, length_PG):
     """Makes mean 0 and deviation 1 over all tokens (REINFORCE++ baseline, 2501.03262, Eq. 6, 7)."""
-    return _whitened(centred_reward(reward_PG), length_PG)
+    return _whitened(algorithm.centred_reward(reward_PG), length_PG)
 
 
 def unscaled(reward_PG, length_PG):
     """Divides by nothing (Dr. GRPO, 2503.20783, section 3.2)."""
-    return centred_reward(reward_PG)
+    return algorithm.centred_reward(reward_PG)
 
 
 def _whitened(value_PG, count_PG):
@@ -170,7 +161,7 @@ def _whitened(value_PG, count_PG):
     total = count_PG.sum()
     centred_PG = value_PG - (value_PG * count_PG).sum() / max(total, 1)
     variance = (centred_PG**2 * count_PG).sum() / max(total - 1, 1)
-    return (centred_PG / (np.sqrt(variance) + ADVANTAGE_EPSILON)).astype(value_PG.dtype)
+    return (centred_PG / (np.sqrt(variance) + algorithm.ADVANTAGE_EPSILON)).astype(value_PG.dtype)
 
 
 ADVANTAGES = {
@@ -206,12 +197,11 @@ def token_loss(logp, token: Batch, learning):
         loss *= weight
     kl = jnp.zeros_like(logp)
     if token.reference_logp_BT is not None:
-        kl = kl_k3(logp, jnp.where(token.is_response_BT, token.reference_logp_BT, 0.0))
+        kl = algorithm.kl_k3(logp, jnp.where(token.is_response_BT, token.reference_logp_BT, 0.0))
         loss += learning.kl_coef * kl
     return loss * token.weight_BT, held | {"kl": kl}
 
 
 def takes_old_logp(learning) -> bool:
-    """Returns whether the loss compares with the learner's own old log-probabilities."""
     chosen = learning.old_logprobs == "learner"
     return chosen or learning.ratio == "sequence" or learning.policy_loss == "kl_cov"

@@ -9,14 +9,8 @@ def printable(text: str) -> str:
     A line break becomes a return sign, every other unprintable character (control, bidirectional,
     surrogate) its Python escape.
     """
-    return "".join(
-        char
-        if char.isprintable()
-        else "⏎"
-        if char == "\n"
-        else char.encode("unicode_escape").decode()
-        for char in text
-    )
+    text = text.replace("\n", "⏎")
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def shortened(text: str, *, limit: int) -> str:

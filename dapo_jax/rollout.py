@@ -7,12 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from dapo_jax.algorithm import (
-    above_lowest,
-    first_informative,
-    informative_groups,
-    shaped_reward,
-)
+from dapo_jax.algorithm import above_lowest, first_informative, informative_groups, shaped_reward
 from dapo_jax.grading import Graded, Grading
 from dapo_jax.sampler.session import Session
 from dapo_jax.types import TRAINING, Group, PartialGroup, Prompt, Rollouts, RolloutStats
@@ -182,7 +177,6 @@ class AnyOrder(InOrder):
         return {it.cursor for it in self.partial if it.age_steps >= most}
 
     def has_enough(self) -> bool:
-        """Returns whether enough groups are complete, and none that is waited for is not."""
         waiting, informative = self.session.unfinished, self.graded.informative
         if len(informative) < self.plan.num_prompts:
             return self.issued == self.plan.max_prompts and not waiting

@@ -112,7 +112,6 @@ def sample(run: start.Run, step: int, state, progress: Progress, watch: metrics.
 
 
 def new_session(run: start.Run, weights: dict) -> Session:
-    """Makes a session of the run's streams, training's first."""
     environments = components.environments(run.config, run.data, run.tokenizer)
     return Session(run.programs.engine, weights, *run.streams, environments=environments)
 
@@ -225,7 +224,6 @@ def finish(
 
 
 def evaluate_alone(run: start.Run, state: learner.TrainState, finished_steps: int) -> None:
-    """Evaluates all sets in a session of their own."""
     session = new_session(run, run.sampler_weights(state.params))
     with evaluate.Evaluation(session, run.sets, first_stream=1) as evaluation:
         scores_of(run, evaluation, finished_steps)
@@ -265,15 +263,7 @@ if __name__ == "__main__":
     config_flags.define_config()
     command.define_workdir()
     command.define_distributed()
-    flags.DEFINE_string(
-        "start",
-        None,
-        "run:DIR@STEP: begins with the checkpoint after STEP steps of the run in DIR.",
-    )
-    flags.DEFINE_integer(
-        "profile", None, "Write a jax.profiler trace of this step, from 0, into WORKDIR/profile."
-    )
-    flags.DEFINE_bool(
-        "dry_run", False, "Stop after the checks, the data's report and the memory; write nothing."
-    )
+    flags.DEFINE_string("start", None, "run:DIR@STEP: the checkpoint of a run to begin with.")
+    flags.DEFINE_integer("profile", None, "Trace this step, from 0, into WORKDIR/profile.")
+    flags.DEFINE_bool("dry_run", False, "Check all, report data and memory, and write nothing.")
     command.run(main)

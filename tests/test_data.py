@@ -117,8 +117,7 @@ def test_a_plain_prompt_asks_for_what_its_rules_read(tmp_path, rules, template, 
     assert len(report.notes) == notes
     if (rules, template) == ("strict_box", "dapo"):
         assert report.lines()[1] == (
-            "  1 of 1 prompts do not ask for what rules=strict_box read (\\boxed); template=boxed "
-            "does"
+            "  1 of 1 prompts do not ask for what rules=strict_box read (\\boxed)"
         )
 
 
@@ -352,7 +351,7 @@ def test_each_row_is_in_the_report(tmp_path, byte_tokenizer):
         "  skipped d.parquet, row 1503 (from 0): prompt[0].content is empty (6 such rows)",
         '  skipped d.parquet, row 1509 (from 0): reward_model.ground_truth has "####" before its '
         "result: set kind=gsm8k",
-        "  2 of 2 prompts do not ask for what rules=dapo read (Answer:); their messages have to",
+        "  2 of 2 prompts do not ask for what rules=dapo read (Answer:)",
     ]
 
 
@@ -455,7 +454,7 @@ def test_stream_epochs_are_permutations_by_seed_and_cursor_in_any_process():
     taken = [stream[i] for i in range(200)]
     assert ran("-c", code).stdout.split() == [stream[10**12], *taken]
     epochs = [tuple(taken[first : first + 50]) for first in range(0, 200, 50)]
-    assert len(stream) == 50 and len(set(epochs)) == 4
+    assert len(set(epochs)) == 4
     assert all(sorted(epoch) == sorted(items) for epoch in epochs)
     other = PromptStream(items, seed=8)
     assert [other[i] for i in range(200)] != taken
@@ -504,18 +503,18 @@ def test_a_prompt_of_no_tokens_is_refused_where_the_data_is_loaded():
 
 
 def test_a_number_has_the_digits_of_its_own_type(tmp_path):
-    """0.1 of a float32 column was 0.10000000149011612, which no right answer equals."""
-    table = {"problem": ["a", "b", "c"], "answer": pa.array([0.1, 33.3, None], pa.float32())}
+    """0.1 of a float32 column is 0.10000000149011612, which no right answer equals."""
+    table = {"problem": ["a", "b"], "answer": pa.array([0.1, 33.5], pa.float32())}
     pq.write_table(pa.table(table), tmp_path / "single.parquet")
     rows = {"problem": "a", "answer": 0.1 + 0.2}, {"problem": "b", "answer": 12345678901234567}
     (tmp_path / "computed.jsonl").write_text("\n".join(map(json.dumps, rows)))
     for file, answers in (
-        ("single.parquet", ["0.1", "33.3"]),
+        ("single.parquet", ["33.5"]),
         ("computed.jsonl", [str(rows[1]["answer"])]),
     ):
         examples, report = read(str(tmp_path / file), kind="math", on_bad_row="skip")
         assert [example.answer for example in examples] == answers
-        assert report.bad_rows == 1  # a null; a sum that was rounded
+        assert report.bad_rows == 1  # a decimal that float32 rounds; a sum that was rounded
 
 
 def test_bad_rows_are_listed_by_their_reasons(tmp_path):

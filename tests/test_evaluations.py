@@ -21,7 +21,7 @@ from absl import flags
 from dapo_jax.cli import command
 def run(main):
     command.parse_flags(sys.argv)
-    print(main.__globals__["chosen_config"]().to_json_best_effort().replace("\\n", ""))
+    print(flags.FLAGS.config.to_json_best_effort().replace("\\n", ""))
 command.run, common = run, set(flags.FLAGS)
 commands, workdir = json.loads(sys.argv[1]), sys.argv[2]
 for given in commands:
@@ -59,7 +59,7 @@ def test_the_commands_own_flags_are_keys_of_its_config(tmp_path):
     assert {*run.eval.sets} == {"arithmetic", "a", "g"}
     assert (run.eval.sets.a.kind, run.eval.sets.a.path, run.seed) == ("csv", "b.csv", 3)
     assert (named.eval.sets.g.task, named.eval.sets.g.max_prompts) == ("arithmetic", 3)
-    assert "a second set 'a'" in second
+    assert "each set has a name of its own" in second
     assert (own.mesh.slices, own.eval.top_p, own.eval.top_k) == (4, 0.3, 20)
     assert "a" in own.eval.sets
     assert own.tokenizer.chat_args.effort == "low"

@@ -163,7 +163,7 @@ def test_an_evaluation_overwrites_neither_trainings_nor_anothers(tmp_path):
 
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
     trainings = {"step": 60, "sets": {"arithmetic": {"mean@8": 0.25}}}
-    record.write_json(tmp_path / "eval" / "60.json", trainings)
+    record.files.write_json(tmp_path / "eval" / "60.json", trainings)
     (one,), (other,) = evaluated(), evaluated(max_prompts=16)
     assert evaluated() == [one]  # the same one again
     assert one.name.startswith("60.arithmetic.t0.6_p0.95_k8_dapo_s0.")

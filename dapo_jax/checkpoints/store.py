@@ -65,16 +65,10 @@ class Checkpoints:
                 active_processes=set(range(hosts.count())) if hosts.count() > 1 else None
             ),
         )
-
-        def of_item(handler):
-            return handler(multiprocessing_options=options.multiprocessing_options)
-
-        self._state_handler = of_item(ocp.StandardCheckpointHandler)
-        handlers = {
-            "state": self._state_handler,
-            "progress": of_item(ocp.JsonCheckpointHandler),
-            "manifest": of_item(ocp.JsonCheckpointHandler),
-        }
+        how = {"multiprocessing_options": options.multiprocessing_options}
+        self._state_handler = ocp.StandardCheckpointHandler(**how)
+        handlers = {it: ocp.JsonCheckpointHandler(**how) for it in ("progress", "manifest")}
+        handlers["state"] = self._state_handler
         self._manager = ocp.CheckpointManager(directory, options=options, item_handlers=handlers)
 
     def save(self, step: int, state: Any, progress: dict, arrays: Mapping | None = None) -> bool:
@@ -158,7 +152,6 @@ class Checkpoints:
 
     @property
     def directory(self) -> epath.Path:
-        """The directory that holds the checkpoints."""
         return self._manager.directory
 
     def latest_step(self) -> int | None:
@@ -166,7 +159,6 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def close(self) -> None:
-        """Closes the manager; nothing is saved or restored after this."""
         self._manager.close()
 
     def _agreed_steps(self) -> list[int]:

@@ -65,7 +65,7 @@ def parse_flags(argv: list[str]) -> list[str]:
                 if module.startswith(own):
                     print(known.module_help(module))
             if "config" in known:
-                print(config_flags.help_text(argv[1:], known["config"].parser.sets))
+                print(config_flags.help_text(argv[1:]))
             sys.exit(0)
         left = known(argv)
         if left[1:]:
@@ -78,7 +78,6 @@ def parse_flags(argv: list[str]) -> list[str]:
 
 
 def define_workdir() -> flags.FlagHolder:
-    """Defines the flag of the run's directory, which is required."""
     holder = flags.DEFINE_string("workdir", None, "The run's directory.", required=True)
     flags.register_validator(
         "workdir",
@@ -89,7 +88,6 @@ def define_workdir() -> flags.FlagHolder:
 
 
 def define_distributed() -> flags.FlagHolder:
-    """Defines the flag of the commands that run on several hosts."""
     return flags.DEFINE_bool(
         "distributed",
         False,

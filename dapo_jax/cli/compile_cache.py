@@ -22,17 +22,12 @@ def enable(*, several: bool) -> None:
     process 0 compiles, so with a folder of its own it would wait for the others, which compile.
     """
     if not several and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        folder = cache_folder() / "programs" / machine()
+        cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        folder = cache / "dapo_jax" / "programs" / machine()
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_compilation_cache_max_size", MAX_BYTES)
         if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-
-
-def cache_folder() -> pathlib.Path:
-    """Returns this user's folder for what can be made again."""
-    cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return cache / "dapo_jax"
 
 
 def machine() -> str:

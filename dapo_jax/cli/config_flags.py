@@ -10,7 +10,7 @@ import pathlib
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
@@ -57,7 +57,6 @@ def current(config: Mapping) -> ConfigDict:
 
 
 def as_json(config: ConfigDict) -> dict:
-    """Returns a config as JSON has it."""
     return json.loads(config.to_json_best_effort())
 
 
@@ -99,31 +98,24 @@ def _same_place(key: str, one, other) -> bool:
 
 
 def define_config(
-    *,
-    flag_values: flags.FlagValues = flags.FLAGS,
-    argv: Sequence[str] | None = None,
-    sets: Callable[[], Iterable] = tuple,
+    *, flag_values: flags.FlagValues = flags.FLAGS, argv: Sequence[str] | None = None
 ) -> flags.FlagHolder:
     """Defines --config=FILE[:PRESET], which is required, and --config.KEY=VALUE for every key.
 
-    argv: the command line that they are on; None: that of the process. sets: returns (name,
-    settings) of the evaluation sets that other flags of it add.
+    argv: the command line that they are on; None: that of the process.
     """
     holder = config_flags.DEFINE_config_file(
         "config", None, "The run's config.", flag_values=flag_values, sys_argv=argv
     )
-    flag_values["config"].parser = ConfigParser(argv, sets)
+    flag_values["config"].parser = ConfigParser(argv)
     flags.mark_flag_as_required("config", flag_values=flag_values)
     return holder
 
 
-def read_config(arguments: Sequence[str], sets: Callable[[], Iterable] = tuple) -> ConfigDict:
-    """Returns the config of a command line's --config flags; ValueError, in one line.
-
-    sets: as of `define_config`.
-    """
+def read_config(arguments: Sequence[str]) -> ConfigDict:
+    """Returns the config of a command line's --config flags; ValueError, in one line."""
     argv, flag_values = ["", *arguments], flags.FlagValues()
-    holder = define_config(flag_values=flag_values, argv=argv, sets=sets)
+    holder = define_config(flag_values=flag_values, argv=argv)
     try:
         flag_values(argv)
     except (flags.Error, AttributeError, KeyError, OSError) as error:
@@ -148,15 +140,14 @@ class ConfigParser(ConfigFileFlagParser):
     """Loads a config and adds the data sets that flags name and the config does not have.
 
     A flag of a key that the config lacks is refused here, where the keys of all sections are known.
-    argv, sets: as of `define_config`.
+    argv: as of `define_config`.
     """
 
-    def __init__(self, argv: Sequence[str] | None, sets: Callable[[], Iterable]):
+    def __init__(self, argv: Sequence[str] | None):
         super().__init__("config", lock_config=True)
-        self._argv, self.sets = argv, sets
+        self._argv = argv
 
     def parse(self, path: str):
-        """Returns the config's config, locked."""
         path = found(path)
         file = path.partition(":")[0]
         if not pathlib.Path(file).is_file():
@@ -173,10 +164,6 @@ class ConfigParser(ConfigFileFlagParser):
         config, wrong = _on_defaults(config)
         if wrong:
             raise ValueError(f"{file}: {numbered(wrong)}")
-        for name, settings in self.sets():
-            if name in config.eval.sets:
-                raise ValueError(f"--set={name}:...: a second set {name!r}; each has its own name")
-            config.eval.sets[name] = base.dataset(**settings)
         argv = (sys.argv if self._argv is None else self._argv)[1:]
         given = [match[1] for match in map(KEY_FLAG.match, argv) if match]
         for key in dict.fromkeys(match[1] for match in map(SET_KEY.match, given) if match):
@@ -196,8 +183,14 @@ class ConfigParser(ConfigFileFlagParser):
                 of = functools.reduce(ConfigDict.__getitem__, match[1].split("."), config)
                 of[match[2]] = placeholder(object)
         complete(config)
-        if unknown := unknown_keys(config, argv):
-            raise ValueError(numbered(unknown))
+        known = list(keys(config))
+        wrong = [
+            f"the config has no key {match[1]!r} ({argument}){hint(match[1], known, '--config.')}"
+            for argument in argv
+            if (match := KEY_FLAG.match(argument)) and match[1] not in known
+        ]
+        if wrong:
+            raise ValueError(numbered(wrong))
         return config.lock()
 
 
@@ -247,17 +240,6 @@ def keys(config: ConfigDict, prefix: str = "") -> Iterator[str]:
             yield from keys(config[name], f"{prefix}{name}.")
 
 
-def unknown_keys(config: ConfigDict, arguments: Sequence[str]) -> list[str]:
-    """Lists refusals of arguments whose key the config lacks."""
-    known, refusals = list(keys(config)), []
-    for argument in arguments:
-        match = KEY_FLAG.match(argument)
-        if match and match[1] not in known:
-            near = hint(match[1], known, "--config.")
-            refusals.append(f"the config has no key {match[1]!r} ({argument}){near}")
-    return refusals
-
-
 def _place(error: BaseException, file: str) -> str:
     """Returns the file, and the last line of it that an error of reading it came through."""
     frames, name = traceback.extract_tb(error.__traceback__), pathlib.Path(file).resolve()
@@ -279,16 +261,15 @@ def error_line(error: BaseException) -> str:
     return " ".join(re.sub(r"^flag --config=\S+: ", "", text).split())
 
 
-def help_text(arguments: Sequence[str], sets: Callable[[], Iterable]) -> str:
+def help_text(arguments: Sequence[str]) -> str:
     """Returns what `--help` prints of every key of a command's config.
 
-    sets: as of `define_config`. Without --config the keys have their defaults. Raises ValueError
-    where the config is wrong.
+    Without --config the keys have their defaults. Raises ValueError where the config is wrong.
     """
     given = config_flags_of(arguments)
     files = [flag.partition("=")[2] for flag in given if flag.startswith(("--config=", "-config="))]
     given = given if files else [f"--config={base.__file__}", *given]
-    config = read_config(given, sets)
+    config = read_config(given)
     lines = [
         f"Keys of the config, with their values in {files[-1] if files else 'configs/base.py'};",
         "--config.KEY=VALUE sets one. *: not the default, which then follows in parentheses.",

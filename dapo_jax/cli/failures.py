@@ -153,11 +153,8 @@ def raised_by_us(error: BaseException) -> bool:
 
 
 def quiet_threads() -> None:
-    """Keeps threads of libraries from printing tracebacks of what the main thread is told as well.
+    """Keeps threads of Orbax, asyncio and tensorstore from printing what the main thread is told.
 
-    When a save fails, Orbax logs it in two threads before it raises it, asyncio that the errors of
-    the other arrays were never looked at, and tensorstore's threads find Orbax's event loop closed;
-    when a restore fails, it leaves the reads of the other arrays half done.
     A thread that fails to read or write, as TensorBoard's on a full disk, says so in a line.
     """
 

@@ -211,12 +211,7 @@ class Alarms:
     """Looks at each step of a run. `say` is called with the lines for a person."""
 
     def __init__(
-        self,
-        config: ConfigDict,
-        state: TrainState,
-        *,
-        vocab_size: int,
-        say: Callable[[str], None],
+        self, config: ConfigDict, state: TrainState, *, vocab_size: int, say: Callable[[str], None]
     ):
         self.config, self.uniform_nats = config, math.log(vocab_size)  # nats of a uniform choice
         self.bad = ""  # the value that was not finite in the step
@@ -231,7 +226,6 @@ class Alarms:
         return bound or RATIO_GAP[self.config.model.compute_dtype]
 
     def values(self, *names: str) -> str:
-        """Shows settings with their values."""
         value = dict(leaves(self.config))
         return ", ".join(f"{name} = {value[name]!r}" for name in names)
 

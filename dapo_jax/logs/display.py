@@ -21,12 +21,10 @@ RESPONSE_CHARACTERS = 400
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds as h:mm:ss, with days where there are some."""
     return str(datetime.timedelta(seconds=round(seconds)))
 
 
 def evaluation_line(finished_steps: int, scores: Mapping[str, float]) -> str:
-    """`eval/<set>/<metric>` values on one line."""
     by_set: dict[str, list[str]] = {}
     for key, value in scores.items():
         _, name, score = key.split("/", 2)
@@ -38,13 +36,9 @@ def evaluation_line(finished_steps: int, scores: Mapping[str, float]) -> str:
 class Display:
     """Prints a run's lines; in a terminal the last one is of progress, and is written over.
 
-    Args:
-        num_steps: rollout steps of the whole run.
-        first_step: the first step that this process does (0, or the one after a restored step).
-        log: is given all that is printed for good; None: nothing is printed.
-
-    Steps carry the number that metrics.jsonl and rollouts/ use; the count beside it (1 after
-    step 0) is that of finished steps.
+    num_steps: of the whole run. first_step: of this process. log: is given all that is printed for
+    good; None: nothing is printed. Steps carry the number that metrics.jsonl has; the count beside
+    it (1 after step 0) is that of finished steps.
     """
 
     def __init__(self, num_steps: int, first_step: int, log: Callable[[str], None] | None):
@@ -86,7 +80,6 @@ class Display:
             self._log(text)
 
     def samples(self, step: int, rows: Sequence[Mapping]) -> None:
-        """Prints sampled responses with their verdicts, rewards and ends."""
         self.line("\n".join([f"samples of step {step}", *map(described, rows)]))
 
     def close(self) -> None:

@@ -28,7 +28,8 @@ def add_start(workdir: pathlib.Path, config: ConfigDict, about: Mapping) -> None
     It has time, place, command, code, versions, devices and the config's digest. To be called by
     the main process alone.
     """
-    device, path = jax.devices()[0], workdir / NAME
+    path, kind = workdir / NAME, jax.devices()[0].device_kind
+    devices = {"kind": kind, "count": jax.device_count(), "processes": hosts.count()}
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
     start = {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -38,11 +39,7 @@ def add_start(workdir: pathlib.Path, config: ConfigDict, about: Mapping) -> None
         "folder": str(pathlib.Path.cwd()),
         **code_version(ROOT),
         "versions": {"python": sys.version.partition(" ")[0], **versions},
-        "devices": {
-            "kind": device.device_kind,
-            "count": jax.device_count(),
-            "processes": hosts.count(),
-        },
+        "devices": devices,
         "config_digest": json_digest(as_json(config)),
     }
     path.touch()

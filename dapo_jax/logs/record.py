@@ -1,6 +1,7 @@
 """The outputs of a run: config, rows, responses, evaluations, samples, printed lines."""
 
 import concurrent.futures
+import contextlib
 import functools
 import hashlib
 import pathlib
@@ -12,16 +13,8 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from dapo_jax.cli.config_flags import as_json
+from dapo_jax.logs import files
 from dapo_jax.logs.display import Display, evaluation_line
-from dapo_jax.logs.files import (
-    append_line,
-    append_log,
-    begin_rows,
-    json_digest,
-    json_line,
-    write_json,
-    write_rollouts,
-)
 from dapo_jax.logs.metrics import DIGESTS, LOGP, STATE, TASK, TOKENS, VERDICTS
 from dapo_jax.logs.provenance import add_start
 from dapo_jax.logs.writers import Writers
@@ -33,7 +26,7 @@ from sharding import hosts
 SHOWN_SAMPLES = 4
 
 
-class Record:
+class Record(contextlib.AbstractContextManager):
     """The outputs of one run in its workdir. Use it as a context manager.
 
     Every process calls it alike; only the main one prints and writes. first_step: of this process's
@@ -52,7 +45,7 @@ class Record:
         about: Mapping[str, Any],
     ):
         is_main = hosts.is_main_host()
-        log = functools.partial(append_log, workdir) if is_main else None
+        log = functools.partial(files.append_log, workdir) if is_main else None
         self.workdir, self._config = workdir, config
         self.display = Display(config.num_steps, first_step, log)
         self._background = concurrent.futures.ThreadPoolExecutor(1)
@@ -60,19 +53,18 @@ class Record:
         if not is_main:
             return
         add_start(workdir, config, {"first_step": first_step, **about})
-        notes = begin_rows(workdir, first_step=first_step, begin_step=begin_step, last_row=last_row)
+        notes = files.begin_rows(
+            workdir, first_step=first_step, begin_step=begin_step, last_row=last_row
+        )
         # Once the rows are cut: a killed run's look finished beside a config of fewer steps.
         document = as_json(config)
-        write_json(workdir / "config.json", document)
+        files.write_json(workdir / "config.json", document)
         resume_step = first_step - 1 if first_step > begin_step else None
         self._writers = Writers(
             config.log.writers, document, workdir, resume_step, self.display.line
         )
         for note in notes:
             self.display.line(note)
-
-    def __enter__(self) -> "Record":
-        return self
 
     def __exit__(self, kind, error, traceback) -> None:
         self.display.close()
@@ -81,7 +73,7 @@ class Record:
             print(f"the step's responses were not written: {lost}", file=sys.stderr)
         if hosts.is_main_host():
             if error is not None:
-                append_log(self.workdir, f"ended by {kind.__name__}: {error}")
+                files.append_log(self.workdir, f"ended by {kind.__name__}: {error}")
             self._writers("close")
 
     def rollouts(self, step: int, rollouts: Rollouts, reward_PG) -> None:
@@ -92,7 +84,7 @@ class Record:
     def _keep(self, step: int, rollouts: Rollouts, reward_PG) -> dict[str, str]:
         if _every(self._config.log.rollouts_every_steps, step):
             rows = rollout_rows(rollouts, reward_PG)
-            write_rollouts(self.workdir / "rollouts" / f"{step}.jsonl.gz", rows, level=1)
+            files.write_rollouts(self.workdir / "rollouts" / f"{step}.jsonl.gz", rows, level=1)
         return sample_digests(rollouts.sampled, reward_PG)
 
     def digests(self, arrays: Mapping) -> dict[str, str]:
@@ -103,8 +95,8 @@ class Record:
         """
         if self._files is None:
             return {}
-        files, self._files = self._files, None
-        return files.result() | {STATE: json_digest(arrays)}
+        pending, self._files = self._files, None
+        return pending.result() | {STATE: files.json_digest(arrays)}
 
     def responses(self, finished_steps: int, name: str, groups: Sequence[Group]) -> None:
         """Writes an evaluation set's responses to eval/<finished rollout steps>.<set>.jsonl.gz."""
@@ -121,7 +113,7 @@ class Record:
         scores = result_row(results)
         if hosts.is_main_host():
             document = {"step": finished_steps, "sets": results, "settings": settings}
-            write_json(self.workdir / "eval" / f"{finished_steps}.json", document)
+            files.write_json(self.workdir / "eval" / f"{finished_steps}.json", document)
             self._writers("evaluation", finished_steps, scores)
         self.display.line(evaluation_line(finished_steps, scores))
         return scores
@@ -129,7 +121,7 @@ class Record:
     def step(self, row: dict, rollouts: Rollouts, reward_PG) -> None:
         """Writes and shows a finished step's row, and every so many steps samples."""
         if hosts.is_main_host():
-            append_line(self.workdir / "metrics.jsonl", row)
+            files.append_line(self.workdir / "metrics.jsonl", row)
             self._writers("step", {k: v for k, v in row.items() if k not in DIGESTS})
         is_due = _every(self._config.log.samples_every_steps, row["step"])
         if is_due and (shown := samples(rollouts, reward_PG)):
@@ -151,7 +143,7 @@ def write_own_results(
         label = settings_label(settings[name])
         paths.append(workdir / "eval" / f"{finished_steps}.{name}.{label}.json")
         document = {"step": finished_steps, "sets": {name: scores}}
-        write_json(paths[-1], document | {"settings": {name: settings[name]}, "label": label})
+        files.write_json(paths[-1], document | {"settings": {name: settings[name]}, "label": label})
     return paths
 
 
@@ -160,17 +152,16 @@ def settings_label(settings: Mapping) -> str:
     few = f"t{settings['temperature']:g}_p{settings['top_p']:g}_k{settings['k']}"
     if settings["max_prompts"]:
         few += f"_n{settings['max_prompts']}"
-    return f"{few}_{settings['rules']}_s{settings['seed']}.{json_digest(settings)[:6]}"
+    return f"{few}_{settings['rules']}_s{settings['seed']}.{files.json_digest(settings)[:6]}"
 
 
 def write_responses(workdir: pathlib.Path, name: str, groups: Sequence[Group]) -> None:
     """Writes an evaluation's responses to eval/<name>.jsonl.gz, one a line."""
     rows = (response_row(group, g) for group in groups for g in range(len(group.responses)))
-    write_rollouts(workdir / "eval" / f"{name}.jsonl.gz", rows, level=1)
+    files.write_rollouts(workdir / "eval" / f"{name}.jsonl.gz", rows, level=1)
 
 
 def result_row(results: dict) -> dict[str, float]:
-    """The scores as keys of a metrics row: eval/<set>/<score>."""
     return {
         f"eval/{name}/{key}": value
         for name, scores in results.items()
@@ -180,7 +171,6 @@ def result_row(results: dict) -> dict[str, float]:
 
 
 def rollout_rows(rollouts: Rollouts, reward_PG) -> Iterator[dict]:
-    """The step's responses for rollouts/<step>.jsonl.gz, one dict each."""
     trained = set(rollouts.kept.tolist())
     for p, group in enumerate(rollouts.sampled):
         for g in range(len(group.responses)):
@@ -189,7 +179,6 @@ def rollout_rows(rollouts: Rollouts, reward_PG) -> Iterator[dict]:
 
 
 def response_row(group: Group, sample: int, **scores: float) -> dict:
-    """One sampled response with its prompt, verdict and scores, ready for JSON."""
     example, response = group.prompt.example, group.responses[sample]
     return {
         "cursor": group.cursor,
@@ -216,19 +205,18 @@ def sample_digests(groups: Sequence[Group], reward_PG: np.ndarray) -> dict[str, 
     for group, reward_G in zip(groups, reward_PG, strict=True):
         for response in group.responses:
             about = [group.cursor, len(response.tokens_T), bool(response.stopped), response.ends]
-            tokens.update(json_line(about))
+            tokens.update(files.json_line(about))
             tokens.update(np.ascontiguousarray(response.tokens_T, "<i4"))
             logp.update(np.ascontiguousarray(response.behavior_logp_T, "<f4"))
             verdict = response.verdict
             grade = [verdict.correct, verdict.prediction, verdict.status, verdict.score]
-            verdicts.update(json_line([*grade, verdict.measures]))
+            verdicts.update(files.json_line([*grade, verdict.measures]))
         verdicts.update(np.ascontiguousarray(reward_G, "<f8"))
     found = zip((TOKENS, LOGP, VERDICTS), (tokens, logp, verdicts), strict=True)
     return {key: digest.hexdigest() for key, digest in found}
 
 
 def samples(rollouts: Rollouts, reward_PG) -> list[dict]:
-    """The first response of the step's first groups, for a person to read."""
     found = []
     for p, group in enumerate(rollouts.sampled[:SHOWN_SAMPLES]):
         row = response_row(group, 0, reward=float(reward_PG[p, 0]))

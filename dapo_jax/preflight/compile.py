@@ -5,14 +5,10 @@ environment.
 """
 
 import concurrent.futures
-import contextlib
-import hashlib
 import importlib.util
-import json
 import os
 import pathlib
 import sys
-import time
 import types
 from collections.abc import Callable
 from typing import NamedTuple
@@ -22,8 +18,6 @@ from jax.experimental import topologies
 from ml_collections import ConfigDict
 
 from dapo_jax import learner
-from dapo_jax.cli import compile_cache
-from dapo_jax.logs import files
 from dapo_jax.losses import takes_old_logp
 from dapo_jax.preflight.chips import chip_of
 from dapo_jax.setup import components
@@ -115,46 +109,18 @@ def compiled_programs(
 ) -> dict[str, Program]:
     """Compiles the config's programs in parallel. Raises DoesNotFit for one that does not.
 
-    Programs of an earlier, stopped command are taken from there. say: shows the progress.
+    say: shows the progress.
     """
     say("tracing the config's programs")
     lowered, programs, workers = lowered_programs(built), {}, os.cpu_count()
     say(f"{len(lowered)} programs to compile, {workers} at once; the update takes longest")
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
         longest_first = sorted(lowered, key=lambda name: name != "update")
-        jobs = {pool.submit(kept, name, lowered[name], built): name for name in longest_first}
+        jobs = {pool.submit(compiled, name, lowered[name]): name for name in longest_first}
         for done, job in enumerate(concurrent.futures.as_completed(jobs), start=1):
-            programs[jobs[job]], how = job.result()
-            say(f"program {done} of {len(jobs)}: {jobs[job]} {how}")
+            programs[jobs[job]] = job.result()
+            say(f"program {done} of {len(jobs)}: {jobs[job]}")
     return {name: programs[name] for name in lowered}
-
-
-def kept(name: str, lowered: jax.stages.Lowered, built: components.Programs) -> tuple[Program, str]:
-    """Returns a program, and how it was had: kept by an earlier command, or compiled now.
-
-    JAX's own cache cannot give it back: it loads programs onto their devices, and none is there.
-    """
-    path = compile_cache.cache_folder() / "preflight" / digest(lowered, built)
-    with contextlib.suppress(OSError, ValueError, TypeError):  # none, or broken
-        return Program(*json.loads(path.read_bytes())), "kept from an earlier command"
-    start = time.perf_counter()
-    program = compiled(name, lowered)
-    how = f"compiled in {time.perf_counter() - start:.0f} s"
-    with contextlib.suppress(OSError):  # a full disk
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with files.atomic_file(path) as file:
-            file.write(json.dumps(program).encode())
-    return program, how
-
-
-def digest(lowered: jax.stages.Lowered, built: components.Programs) -> str:
-    """Returns the SHA-256 of all that decides a compiled program; this code has the options."""
-    root, parts = pathlib.Path(__file__).parents[2], ("dapo_jax", "models", "sharding")
-    code = sorted(path for part in parts for path in (root / part).rglob("*.py"))
-    environment = (i for i in os.environ.items() if i[0].startswith(("JAX_", "TPU_", "XLA_")))
-    found = [jax.__version__, lowered.as_text(), *map(str, built.mesh.devices.flat)]
-    found += [*map(str, sorted(environment)), *(path.read_text() for path in code)]
-    return hashlib.sha256("\n".join(found).encode()).hexdigest()
 
 
 def compiled(name: str, lowered: jax.stages.Lowered) -> Program:

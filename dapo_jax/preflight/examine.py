@@ -9,7 +9,6 @@ from ml_collections import ConfigDict
 
 from dapo_jax.preflight.chips import GIB, Chip, chip_of
 from dapo_jax.preflight.compile import (
-    DoesNotFit,
     Program,
     any_tokenizer,
     compiled_programs,
@@ -22,7 +21,6 @@ from models.parameters import ModelConfig
 from models.transformer import abstract_params
 
 WANTED_HEADROOM = 0.10
-KEPT_FOR_PROGRAMS = 0.15  # of the memory, where settings are proposed
 PARTS = ("state", "start weights", "sampler's weights", "keys and values", "batch", "temporaries")
 
 
@@ -62,7 +60,6 @@ class Findings:
 
     @property
     def advice(self) -> str:
-        """The setting to change where it does not fit, or hardly."""
         if self.fullest.name in ("update", "old_logprobs"):
             return (
                 "lower learner.micro_batch_rows, learner.row_tokens or learner.row_lengths, set "
@@ -73,7 +70,6 @@ class Findings:
         return f"lower rollout.cache_mib by {mib} or raise mesh.model: sampling needs the most"
 
     def lines(self) -> list[str]:
-        """Returns the mesh, the slots, each phase's memory, the advice and the verdict."""
         mesh = ", ".join(f"{axis} {size}" for axis, size in self.built.mesh.shape.items())
         cache = self.built.engine.cache
         out = [
@@ -92,51 +88,24 @@ class Findings:
         return [*out, "it fits" if self.headroom >= 0 else "it does not fit"]
 
 
-def candidates(
+def examine(
     config: ConfigDict,
     topology: str,
     *,
     config_name: str,
     slices: int | None,
-    suggest: bool,
     say: Callable[[str], None],
-) -> dict[str, Findings]:
-    """Compiles a config as it is, and if `suggest` also with the settings of `suggested`.
+) -> Findings:
+    """Compiles all programs of a config for a topology, and adds up the memory.
 
-    Prints a line for each candidate that cannot be compiled; these are left out. slices: None: the
-    config's. say: shows progress. Raises ValueError for a single one with wrong settings.
+    slices: None: the config's. say: shows progress. Raises ValueError for settings that cannot
+    work, DoesNotFit for a program that does not.
     """
     config = without_weights(config)
     config.mesh.slices = slices = slices or config.mesh.slices
     devices = topology_devices(topology, slices=slices)
     chip = chip_of(topology)
     title = f"{config_name} on {topology}" + (f" x {slices}" if slices > 1 else "")
-    tried = {title: {}}
-    if suggest:
-        proposal = suggested(config, devices, chip, slices=slices)
-        settings = " ".join(f"--config.{key}={value}" for key, value in proposal.items())
-        tried = {"the config as it is": {}, settings: proposal}
-    found = {}
-    for name, settings in tried.items():
-        candidate = config.copy_and_resolve_references()
-        candidate.update_from_flattened_dict(settings)
-        try:
-            found[name] = examine(candidate, devices, chip, title=title, say=say)
-        except (DoesNotFit, ValueError) as error:
-            if isinstance(error, ValueError) and not suggest:
-                raise
-            print(f"{name} does not fit: {error}")
-    return found
-
-
-def examine(
-    config: ConfigDict, devices, chip: Chip, *, title: str, say: Callable[[str], None]
-) -> Findings:
-    """Compiles everything for these devices, and adds up the memory.
-
-    say: reports each program that is ready. Raises ValueError for settings that cannot work,
-    DoesNotFit for a program that does not.
-    """
     run = planned(config, devices, chip.hbm_bytes)
     for line in run.chosen:
         say(line)
@@ -181,35 +150,5 @@ def memory_phases(built: components.Programs, programs: dict[str, Program]) -> l
     return phases
 
 
-def suggested(config: ConfigDict, devices, chip: Chip, *, slices: int) -> dict[str, int]:
-    """Returns settings of mesh, batch and cache that should fit, by arithmetic alone.
-
-    The sampler's weights are divided among the fewest chips that leave room for the state, the
-    programs, and keys and values of half the weights' size: few chips exchange little. Raises
-    ValueError where no mesh does.
-    """
-    sizes = components.model_sizes(config)
-    parameters, chips = parameter_count(sizes), len(devices) // slices
-    state = 12 * parameters / chips
-    usable = (1 - WANTED_HEADROOM - KEPT_FOR_PROGRAMS) * chip.hbm_bytes - state
-    divided = (chips, sizes.num_heads, sizes.num_kv_heads)
-    for model in range(1, sizes.num_kv_heads + 1):
-        weights = 2 * parameters / model
-        if usable > 1.5 * weights and not any(number % model for number in divided):
-            return {
-                "mesh.slices": slices,
-                "mesh.data": -1,
-                "mesh.model": model,
-                "learner.micro_batch_rows": chips // model * slices,
-                "rollout.cache_mib": int((usable - weights) / 2**20) // 64 * 64,
-            }
-    raise ValueError(
-        f"{parameters / 1e9:.1f} billion parameters do not fit {chips} chips of {chip.name}: "
-        f"{state / GIB:.1f} GiB of state and {weights / GIB:.1f} of weights over {model} chips, "
-        f"of {chip.hbm_bytes / GIB:g}; take a larger topology"
-    )
-
-
 def parameter_count(sizes: ModelConfig) -> int:
-    """Returns the number of the whole model's parameters."""
     return sum(leaf.size for leaf in jax.tree.leaves(abstract_params(sizes)[1]))

@@ -122,14 +122,12 @@ class Programs:
         return jax.jit(init, out_shardings=shardings)(key=key(self.config, INIT_STREAM))
 
     def start_state(self) -> learner.TrainState:
-        """The training state before the first step, on the mesh."""
         init = functools.partial(learner.init_state, learning=self.learning)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state)
         return jax.jit(init, out_shardings=shardings, donate_argnums=0)(self.start_params())
 
 
 def key(config: ConfigDict, stream: int):
-    """The root key of one stream of randomness."""
     return jax.random.fold_in(jax.random.key(config.seed), stream)
 
 
@@ -180,8 +178,6 @@ def tokenizer(config: ConfigDict) -> Tokenizer:
 
 @dataclasses.dataclass(frozen=True)
 class EvalSet:
-    """An evaluation set, of which each prompt gets k responses."""
-
     dataset: Dataset
     k: int
 
@@ -200,12 +196,10 @@ class Data:
         return {**self.train.sets, **evaluated}
 
     def longest_prompt(self) -> int:
-        """Counts the tokens of the longest prompt."""
         prompts = (prompt for of in self.sets.values() for prompt in of.prompts)
         return max((len(prompt.token_ids) for prompt in prompts), default=1)
 
     def report_lines(self) -> list[str]:
-        """Accounts for each row of each data set."""
         lines = [line for of in self.sets.values() for line in of.report.lines()]
         if len(self.train.sets) > 1:
             shares = [f"{share:.1%} {key}" for key, share in self.train.shares.items()]
@@ -244,7 +238,6 @@ def environments(config: ConfigDict, data: Data, tokenizer: Tokenizer) -> Enviro
 
 
 def overlong(config: ConfigDict) -> dict[str, float]:
-    """Returns the settings of the soft overlong punishment (Eq. 13)."""
     return {
         "max_tokens": config.rollout.max_response_tokens,
         "cache_tokens": config.algo.overlong_cache_tokens,
@@ -253,7 +246,6 @@ def overlong(config: ConfigDict) -> dict[str, float]:
 
 
 def step_plan(config: ConfigDict, data: Data) -> StepPlan:
-    """Makes the plan of what each training step samples."""
     r = config.rollout
     return StepPlan(
         prompt_at=data.train.stream(config.seed).__getitem__,
@@ -350,13 +342,11 @@ def programs(config: ConfigDict, vocab_size: int, *, devices=None) -> Programs:
 
 
 def mesh_of(config: ConfigDict, devices=None) -> jax.sharding.Mesh:
-    """Makes the config's mesh. devices: as of `programs`."""
     m = config.mesh
     return make_mesh(data=m.data, model=m.model, slices=m.slices, devices=devices)
 
 
 def lora_of(config: ConfigDict) -> Lora | None:
-    """Returns the config's LoRA; None where all weights are trained."""
     c = config.learner
     if not c.lora_rank:
         return None
@@ -364,7 +354,6 @@ def lora_of(config: ConfigDict) -> Lora | None:
 
 
 def learning(config: ConfigDict, vocab_size: int, kernels: Kernels) -> learner.Learning:
-    """Returns the constants of the config's updates."""
     c, r = config.learner, config.rollout
     keys = {**c, **config.algo, "args": config.algo.args.to_dict()}
     keys["lora_targets"] = tuple(c.lora_targets)  # a list where it is JSON's
@@ -393,7 +382,7 @@ def cache_plan(
     config: ConfigDict, sizes: ModelConfig, mesh, kernels: Kernels, *, cache_bytes: int
 ) -> Cache:
     """The slots and pages that so many bytes of a device hold. ValueError where they hold none."""
-    r = config.rollout
+    r, width = config.rollout, jnp.dtype(config.model.compute_dtype).itemsize
     spread = rules.row_degree(mesh) > 1 and kernels.attend_pages is not None
     limits = Cache(
         readers=min(r.group_size, SPREAD_READERS) if spread else r.group_size,
@@ -407,11 +396,7 @@ def cache_plan(
     return plan_cache(
         limits,
         cache_bytes=cache_bytes,
-        token_bytes=token_bytes(
-            sizes,
-            bytes_per_value=jnp.dtype(config.model.compute_dtype).itemsize,
-            model_degree=mesh.shape["model"],
-        ),
+        token_bytes=token_bytes(sizes, bytes_per_value=width, model_degree=mesh.shape["model"]),
         slot_tokens=min(r.slot_tokens, r.max_response_tokens),
         copies=kernels.attend_pages is None,
     )

@@ -61,7 +61,6 @@ def dry_run(config: ConfigDict, workdir: pathlib.Path, parent: Parent | None) ->
 
 
 def example_lines(data: components.Data, tokenizer: Tokenizer) -> list[str]:
-    """Shows the first prompt of each set as the policy reads it, and its answer."""
     lines = []
     for key, dataset in data.sets.items():
         prompt = dataset.prompts[0]
@@ -72,7 +71,6 @@ def example_lines(data: components.Data, tokenizer: Tokenizer) -> list[str]:
 
 
 def device_bytes(tree) -> int:
-    """Counts the bytes of ShapeDtypeStructs with shardings on one device."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
@@ -85,24 +83,17 @@ def memory(programs: components.Programs) -> dict[str, dict[str, int]]:
     As shapes and shardings say it: the rounded copies and activations inside the compiled programs
     are the compiler's.
     """
-    longest = learner.row_lengths(programs.learning)[-1]
-    batch = learner.abstract_batch(programs.learning, longest, programs.mesh)
-    state = {
-        "state": device_bytes(programs.state),
-        "start weights": device_bytes(programs.start_weights),
-    }
-    pages = {"keys and values": device_bytes(programs.engine.pages)}
-    kept = pages if programs.config.rollout.partial_rollout_steps else {}
-    return {
-        "rollout": state | {"sampler's weights": device_bytes(programs.engine.params)} | pages,
-        "update": state
-        | {"gradients": device_bytes(programs.state.params), "batch": device_bytes(batch)}
-        | kept,
-    }
+    p, longest = programs, learner.row_lengths(programs.learning)[-1]
+    batch = learner.abstract_batch(p.learning, longest, p.mesh)
+    state = {"state": device_bytes(p.state), "start weights": device_bytes(p.start_weights)}
+    weights = {"sampler's weights": device_bytes(p.engine.params)}
+    pages = {"keys and values": device_bytes(p.engine.pages)}
+    kept = pages if p.config.rollout.partial_rollout_steps else {}
+    update = {"gradients": device_bytes(p.state.params), "batch": device_bytes(batch)}
+    return {"rollout": state | weights | pages, "update": state | update | kept}
 
 
 def memory_lines(programs: components.Programs) -> Iterator[str]:
-    """Says what a device holds in each phase, and what it has where that is known."""
     yield "memory of a device, MiB, without the programs' temporaries:"
     for phase, parts in memory(programs).items():
         held = "  ".join(f"{name} {size / MIB:,.1f}" for name, size in parts.items() if size)

@@ -60,7 +60,6 @@ class Planned:
     chosen: list[str]
 
     def lines(self) -> list[str]:
-        """Says what devices, data and sizes a step has."""
         r, mesh = self.config.rollout, self.programs.mesh
         axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
         return [
@@ -96,7 +95,6 @@ class Run(Planned):
     seconds: dict[str, float]
 
     def sampler_weights(self, params: dict) -> dict:
-        """Returns weights as the sampler shards them."""
         return self.programs.reshard(params, self.start_weights)
 
     def evaluates_in(self, step: int) -> bool:
@@ -207,11 +205,6 @@ def open_run(
     say.line("\n".join([overview, *planned.lines(), f"workdir: {workdir}{resuming}"]))
     if parent:
         say.line(f"a fork of checkpoint {parent.step} in {parent.workdir}")
-    if config.rollout.top_p < 1 or config.rollout.top_k > 0:
-        say.line(
-            "note: rollout.top_p or top_k cuts the sampler's distribution, but not the update's: "
-            "their ratio is below 1 from the start"
-        )
     ids = planned.tokenizer.vocab_size
     alarms = Alarms(config, programs.state, vocab_size=ids, say=say.line)
     sets = planned.data.eval_sets if config.eval.every_steps > 0 else {}
@@ -251,7 +244,6 @@ def _lock(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
 
 
 def directory_of(config: ConfigDict, workdir: pathlib.Path) -> epath.Path:
-    """Returns the directory of a run's checkpoints."""
     return epath.Path(config.checkpoint.directory or workdir / "checkpoints")
 
 

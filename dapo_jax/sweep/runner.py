@@ -31,13 +31,10 @@ SHOWN_LINES, SHOWN_CHARACTERS = 5, 300  # of a failed run's output
 class Runner:
     """Runs points in their order, `jobs` at once; `stop` may be called by another thread.
 
+    Each run has its share of the cores and of a GPU's memory. Points that are done are left alone.
     Prints a line an attempt, followed by the end of a failed one's output. done: the number of
-    points that are. failed: those that did not come to their end.
-
-    Args:
-        points: in the order to run them; those that are done are left alone.
-        jobs: the number of runs at once; each has its share of the cores and of a GPU's memory.
-        program: a command, which gets a point's arguments.
+    points that are. failed: those that did not come to their end. program: a command, which gets a
+    point's arguments.
     """
 
     def __init__(self, points: Sequence[Point], *, jobs: int, program: Sequence[str] = TRAIN):
@@ -51,7 +48,6 @@ class Runner:
 
     @property
     def stopped(self) -> bool:
-        """True after `stop`."""
         return self._stopping.is_set()
 
     def stop(self, _signal: str = "") -> None:
@@ -121,7 +117,6 @@ class Runner:
 
 
 def is_done(point: Point) -> bool:
-    """Tells whether a point has all its steps."""
     return finished_steps(point) >= point.num_steps
 
 

@@ -21,35 +21,18 @@ MAX_VALUE = 99  # every intermediate result stays within 0..MAX_VALUE
 TEST_SHARE = 8  # one question in eight belongs to the test split
 
 # A story: opening, one clause for "+", "-" and "*", the question.
-STORIES = (
-    (
-        "A box holds {} coins.",
-        "{} coins are added.",
-        "{} coins are taken out.",
-        "Then the coins become {} times as many.",
-        "How many coins are in the box?",
-    ),
-    (
-        "Tom has {} apples.",
-        "He buys {} more.",
-        "He gives away {}.",
-        "He trades and now has {} times as many.",
-        "How many apples does Tom have?",
-    ),
-    (
-        "A bus carries {} people.",
-        "{} people get on.",
-        "{} people get off.",
-        "At the station the number grows {} times.",
-        "How many people are on the bus?",
-    ),
-    (
-        "Mia has saved {} dollars.",
-        "She earns {} dollars.",
-        "She spends {} dollars.",
-        "A prize makes it {} times as much.",
-        "How many dollars does Mia have?",
-    ),
+STORIES = tuple(
+    story.split(" | ")
+    for story in (
+        "A box holds {} coins. | {} coins are added. | {} coins are taken out. | Then the coins "
+        "become {} times as many. | How many coins are in the box?",
+        "Tom has {} apples. | He buys {} more. | He gives away {}. | He trades and now has {} "
+        "times as many. | How many apples does Tom have?",
+        "A bus carries {} people. | {} people get on. | {} people get off. | At the station the "
+        "number grows {} times. | How many people are on the bus?",
+        "Mia has saved {} dollars. | She earns {} dollars. | She spends {} dollars. | A prize "
+        "makes it {} times as much. | How many dollars does Mia have?",
+    )
 )
 
 
@@ -63,7 +46,6 @@ class Arithmetic(MathTask):
     split: str = "train"
 
     def load(self) -> tuple[list[Example], DataReport]:
-        """Generates the problems, each in DAPO's template."""
         levels = ",".join(map(str, self.levels))
         rows = Rows(f"arithmetic (levels {levels}, {self.split})", "row", self.on_bad_row)
         problems = generate(self.levels, self.count, self.seed, split=self.split)
@@ -90,7 +72,6 @@ OPERATIONS_BELOW = np.cumsum([0.45, 0.45, 0.1])[:2].tolist()
 
 
 def apply(value: int, operation: str, operand: int) -> int:
-    """Computes value + operand, value - operand or value * operand."""
     return {"+": value + operand, "-": value - operand, "*": value * operand}[operation]
 
 
@@ -103,13 +84,11 @@ def generate(levels: Sequence[int], count: int, seed: int, *, split: str) -> lis
     """
     if not levels or not all(isinstance(level, int) and level >= 1 for level in levels):
         raise DataError(f"levels are {tuple(levels)}, but must be integers of at least 1")
-    return distinct(
-        lambda rng: _sample(levels[rng.integers(len(levels))], rng),
-        count,
-        seed,
-        split=split,
-        source=f"levels {tuple(levels)}",
-    )
+
+    def sample(rng: np.random.Generator) -> Problem:
+        return _sample(levels[rng.integers(len(levels))], rng)
+
+    return distinct(sample, count, seed, split=split, source=f"levels {tuple(levels)}")
 
 
 def distinct(
@@ -188,7 +167,6 @@ def _sample_step(value: int, rng: np.random.Generator) -> tuple[str, int]:
 
 
 def expression(start: int, steps, rng: np.random.Generator) -> str:
-    """Asks for the value of a chain as a formula."""
     text, has_sum = str(start), False
     for operation, operand in steps:
         if operation == "*" and has_sum:
@@ -199,7 +177,6 @@ def expression(start: int, steps, rng: np.random.Generator) -> str:
 
 
 def story(start: int, steps, rng: np.random.Generator) -> str:
-    """Asks for the value of a chain as one of STORIES."""
     opening, *clauses, question = STORIES[int(rng.integers(len(STORIES)))]
     by_operation = dict(zip("+-*", clauses, strict=True))
     parts = [by_operation[operation].format(operand) for operation, operand in steps]

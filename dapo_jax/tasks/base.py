@@ -9,7 +9,6 @@ It is constructed with those settings of the data set (`configs.base.dataset`), 
 imported from the working directory or PYTHONPATH.
 """
 
-import difflib
 import functools
 import inspect
 import math
@@ -33,10 +32,8 @@ BUILT_IN = {
 }
 
 
-# Settings of a data set: those that a task may well have a parameter of its own for, and those that
-# are not among the data set's keys.
+# Settings of a data set that a task may well have a parameter of its own for.
 _OF_EVALUATION = {"k", "temperature", "top_p", "top_k", "max_tokens", "weight", "args"}
-_ELSEWHERE = {"rules": "verifier", "on_bad_row": "data"}
 
 
 class Task(Protocol):
@@ -70,10 +67,8 @@ def make_task(key: str, settings: Mapping) -> Task:
     where = f"{key}.task = {name!r}"
     path = BUILT_IN.get(name, name)
     if ":" not in path:
-        near = difflib.get_close_matches(name, BUILT_IN, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
         known = f'Built in are {", ".join(BUILT_IN)}; a custom one is named "module:Class".'
-        raise DataError(f"{where}: there is no such task.{hint} {known}")
+        raise DataError(f"{where}: there is no such task. {known}")
     task_class = imported(where, path, ("load", "grade"))
     signature = inspect.signature(task_class)
     for field in ("path", "prompt_field", "answer_field", "template"):
@@ -84,10 +79,8 @@ def make_task(key: str, settings: Mapping) -> Task:
             )
     arguments = {it: settings[it] for it in signature.parameters if it in settings}
     if elsewhere := settings["args"].keys() & settings.keys() - _OF_EVALUATION:
-        raise DataError(
-            f"{key}.args has {', '.join(sorted(elsewhere))}, no argument of a task: set "
-            f"{', '.join(f'{_ELSEWHERE.get(it, key)}.{it}' for it in sorted(elsewhere))}"
-        )
+        names = ", ".join(sorted(elsewhere))
+        raise DataError(f"{key}.args has {names}, which the config has keys for: --help lists them")
     arguments |= settings["args"]
     try:
         signature.bind(**arguments)

@@ -98,9 +98,8 @@ def with_system(example: Example, text: str) -> Example:
     if any(message["role"] == "system" for message in example.prompt):
         where = f"{example.source}, row {example.row}"
         raise DataError(f"system = {text!r:.80}, but {where} has a system message; leave it empty")
-    return dataclasses.replace(
-        example, prompt=({"role": "system", "content": text}, *example.prompt)
-    )
+    message = {"role": "system", "content": text}
+    return dataclasses.replace(example, prompt=(message, *example.prompt))
 
 
 def tokenize(
@@ -132,15 +131,14 @@ def tokenize(
 class PromptStream:
     """Orders the training prompts without end: stream[cursor] for every integer cursor >= 0.
 
-    Epoch e of one set is stream[e * n] to stream[(e + 1) * n - 1], n = len(stream): each item once,
-    in an order that depends on the seed and e alone. Of several sets, each is taken so, and the
-    next prompt is of the set that is furthest behind its share: the order of the sets depends on
-    the weights alone. Access is random and costs the same anywhere, so the cursor is all the state
-    there is. seed: 0 to 2**32 - 1. weights: one for each set, above 0, counted to 1 % of the least.
+    Epoch e of a set of n is stream[e * n] to stream[(e + 1) * n - 1]: each item once, in an order
+    that depends on the seed and e alone. Of several sets, each is taken so, and the next prompt is
+    of the set that is furthest behind its share: the order of the sets depends on the weights
+    alone. Access is random, so the cursor is all the state there is. seed: 0 to 2**32 - 1.
+    weights: one for each set, above 0, counted to 1 % of the least.
     """
 
     def __init__(self, *sets: Sequence[Prompt], seed: int, weights: Sequence[float] | None = None):
-        self._items = sum(map(len, sets))
         # Of one seed, sets of the same length would be shuffled in the same order.
         others = [np.random.SeedSequence((seed, i)) for i in range(1, len(sets))]
         seeds = [seed, *(int(other.generate_state(1)[0]) for other in others)]
@@ -149,10 +147,6 @@ class PromptStream:
             for items, own in zip(sets, seeds, strict=True)
         ]
         self._dataset = grain.MapDataset.mix(endless, weights) if len(sets) > 1 else endless[0]
-
-    def __len__(self) -> int:
-        """Number of items, of all sets."""
-        return self._items
 
     def __getitem__(self, cursor: int) -> Prompt:
         return self._dataset[int(cursor)]
@@ -172,7 +166,6 @@ class Mixture:
         return {key: weight / total for key, weight in self.weights.items()}
 
     def stream(self, seed: int) -> PromptStream:
-        """Orders the prompts of all sets."""
         prompts = [dataset.prompts for dataset in self.sets.values()]
         return PromptStream(*prompts, seed=seed, weights=list(self.weights.values()))
 

@@ -31,7 +31,6 @@ class MathTask:
     on_bad_row: str = "error"
 
     def grade(self, response: str, example: Example) -> Verdict:
-        """Grades one response."""
         return verify(response, example.answer, rules=self.rules)
 
     def grade_many(self, responses: Sequence[str], example: Example) -> list[Verdict]:
@@ -111,12 +110,7 @@ class MathProblems(MathTask):
         texts = [example.text.lower() for example in examples]
         silent = sum(not any(words.lower() in text for words in asked) for text in texts)
         if silent and not self.default_template and self.template in ("", *_ASKED):
-            advice = f"template={' or '.join(templates)} does"
-            if not self.template:  # questions have one already
-                advice = "their messages have to"
-            note = (
-                f"{silent:,} of {len(texts):,} prompts do not ask for what rules={self.rules} read "
-                f"({' or '.join(asked)}); {advice}"
-            )
+            note = f"{silent:,} of {len(texts):,} prompts do not ask for what rules={self.rules} "
+            note += f"read ({' or '.join(asked)})"
             report = dataclasses.replace(report, notes=(*report.notes, note))
         return examples, report

@@ -96,7 +96,6 @@ class DataReport:
     notes: tuple[str, ...] = ()  # what else a person should know of it
 
     def lines(self) -> list[str]:
-        """Formats the report for the start banner, one string a line."""
         line = (
             f"{self.name}: {self.rows:,} rows, {self.duplicates:,} duplicates merged, "
             f"{self.conflicting_prompts:,} prompts with conflicting answers dropped "
@@ -110,7 +109,6 @@ class DataReport:
 
 
 def by_text(pairs: Sequence[tuple[str, str]]) -> list[bool]:
-    """Tells which pairs of answers are equal texts."""
     return [one == other for one, other in pairs]
 
 
@@ -127,14 +125,11 @@ def read_rows(
 
     path: its last part may have a "*", which stands for the shards of one data set. fields: those
         that each row must have. make: (row) -> (messages, answer) or (messages, answer, extra); its
-        ValueError makes the row a bad one. file_format: a name of FORMATS; "": by the ending of the
-        path.
-    on_bad_row: "error" raises DataError where rows have bad UTF-8, invalid JSON, a missing field, a
-        null, a wrong type, an empty prompt or an empty answer; "skip" leaves them out.
+        ValueError makes the row a bad one. file_format: of FORMATS; "": by the path's ending.
+    on_bad_row: "error" raises DataError for bad rows, "skip" leaves them out.
     same: which pairs of answers to one prompt are no conflict.
 
-    Raises FileNotFoundError for a missing file, and DataError for bad rows as above and, always,
-    for a damaged file or one of another format.
+    Raises FileNotFoundError for a missing file, and DataError for a damaged one.
     """
     file_format = file_format or format_of(path)
     rows = Rows(path, "line" if file_format == "jsonl" else "row", on_bad_row, same)

@@ -32,7 +32,6 @@ FILES = (
 ROLES = ("user", "assistant")  # in turn
 ANSWER = "%an answer%"  # stands for one where a template is looked at
 _CLOCK = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
-MORE_TEMPLATES = "additional_chat_templates"  # a folder of named ones, for other users
 MAX_ERROR_CHARS = 200
 PROBE = "\n What is  12+3?\nAnswer: \u00bd \u00e9\U0001f680, is it so, is it"
 
@@ -161,17 +160,11 @@ class HuggingFaceTokenizer:
             return self._encode(plain_text(messages), add_special_tokens=True)
         roles = [message["role"] for message in messages]
         begun = roles[-1:] == ["assistant"]  # an answer's first words, to go on from
-        how = {**self._chat_args, "add_generation_prompt": not begun}
-        if tools:
-            how["tools"] = list(tools)
+        how = {"add_generation_prompt": not begun, "continue_final_message": begun}
+        how |= {"tokenize": True, "return_dict": False}
+        how = {**self._chat_args, **how, **({"tools": list(tools)} if tools else {})}
         with _of_library(self._folder, f"has no prompt for roles {roles} by its template"):
-            return self._tokenizer.apply_chat_template(
-                list(messages),
-                tokenize=True,
-                return_dict=False,
-                continue_final_message=begun,
-                **how,
-            )
+            return self._tokenizer.apply_chat_template(list(messages), **how)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         how = {"add_special_tokens": add_special_tokens, "split_special_tokens": True}
@@ -236,12 +229,10 @@ def load_tokenizer(
         file of a tokenizer is tokenizer.model is a sentencepiece model too.
     stop_tokens: the texts of the tokens that end a response. None takes those of the directory's
         generation_config.json, or config.json, and <|endoftext|> where it exists; with the chat
-        template the tokenizer's end-of-sequence token too, and the special token that the template
-        writes behind an answer (<|im_end|> for Qwen2.5), and without any of them that token alone.
-    chat: "template" (transformers' apply_chat_template, with the prompt for the assistant's turn)
-        or "none" (the contents of the messages as plain text, in which no text becomes a special
-        token, with what the tokenizer puts around a text, such as Llama 3's <|begin_of_text|>);
-        "auto": the first where there is a template.
+        template also the end-of-sequence token and the special token behind an answer (<|im_end|>).
+    chat: "template" (transformers' apply_chat_template) or "none" (the contents of the messages as
+        plain text, with what the tokenizer puts around a text, such as <|begin_of_text|>); "auto":
+        the first where there is a template.
     date: the day, as 2026-11-27, of a template that writes one; "": today.
     chat_args: more arguments of the template, as enable_thinking is of Qwen3's.
 

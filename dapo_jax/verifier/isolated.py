@@ -103,7 +103,7 @@ def _end(process: subprocess.Popen, connection: multiprocessing.connection.Conne
     connection.close()
 
 
-class Pool:
+class Pool(contextlib.AbstractContextManager):
     """Workers that answer requests, each once, as many at a time as there are workers.
 
     name: of the code that answers, for messages. Threads may share a pool. Its workers live until
@@ -123,9 +123,6 @@ class Pool:
         for place in range(num_workers):
             self._idle.put(place)
 
-    def __enter__(self):
-        return self
-
     def __exit__(self, *exception: object) -> None:
         self.close()
 
@@ -138,7 +135,6 @@ class Pool:
         self._threads.shutdown(cancel_futures=True)
 
     def worker_pids(self) -> list[int]:
-        """Lists the process ids of the present workers, without those of replaced ones."""
         return [worker.process.pid for worker in self._workers]
 
     def ask(self, requests: Iterable[bytes]) -> dict[bytes, Reply]:
@@ -176,7 +172,6 @@ class Pool:
 
 
 def one_a_core() -> int:
-    """Counts the workers of a pool: one a core, and MAX_WORKERS at most."""
     affinity = getattr(os, "sched_getaffinity", None)  # not every system has it
     return min(len(affinity(0)) if affinity else os.cpu_count() or 1, MAX_WORKERS)
 

@@ -5,8 +5,9 @@ is ever rewarded. `Verdict.status` says why, so that every kind of failure can b
 
 correct, wrong; no_answer: none where the rules look for one; empty_answer: one with nothing in it;
 empty_ground_truth; bad_input: no string, or a ground truth longer than MAX_GROUND_TRUTH_CHARS;
-other_unit, other_name: the right number of something else, or value of another unknown; retracted:
-taken back by what follows. By math_verify also unreadable_answer, unreadable_ground_truth, GAVE_UP.
+other_unit, other_name: the right number of something else, or value of another unknown. By
+math_verify also unreadable_answer, unreadable_ground_truth, GAVE_UP. The last answer counts, as in
+the reference: words around it that take it back are not read.
 
 Two deliberate differences from the reference: a response without an answer has the prediction
 `None` (the reference's string "[INVALID]", which it rewards where the ground truth is that very
@@ -14,7 +15,6 @@ string), and an empty prediction never equals an empty ground truth (its box mod
 """
 
 import re
-from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -39,9 +39,9 @@ MAX_GROUND_TRUTH_CHARS = 1000
 
 def refuse(response: object, truth: object) -> Verdict | None:
     """Refuses a pair that no rules can grade; None for a pair of usable strings."""
-    if not isinstance(response, str) or not isinstance(truth, str):
-        return Verdict(False, None, "bad_input")
-    return Verdict(False, None, "bad_input") if len(truth) > MAX_GROUND_TRUTH_CHARS else None
+    texts = isinstance(response, str) and isinstance(truth, str)
+    usable = texts and len(truth) <= MAX_GROUND_TRUTH_CHARS
+    return None if usable else Verdict(False, None, "bad_input")
 
 
 def compare(prediction: str | None, truth: str) -> Verdict:
@@ -62,16 +62,8 @@ _ANSWER = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
 
 # In this order: each replacement sees the text that the ones before it left.
 _MINERVA_REPLACED = (
-    ("an ", ""),
-    ("a ", ""),
-    (".$", "$"),
-    (r"\$", ""),
-    (r"\ ", ""),
-    (" ", ""),
-    ("mbox", "text"),
-    (r",\text{and}", ","),
-    (r"\text{and}", ","),
-    (r"\text{m}", r"\text{}"),
+    *(("an ", ""), ("a ", ""), (".$", "$"), (r"\$", ""), (r"\ ", ""), (" ", ""), ("mbox", "text")),
+    *((r",\text{and}", ","), (r"\text{and}", ","), (r"\text{m}", r"\text{}")),
 )
 _MINERVA_REMOVED = (  # in this order too, separated by single spaces
     "square ways integers dollars mph inches hours km units \\ldots sue points feet minutes digits "
@@ -138,7 +130,6 @@ def last_box(text: str) -> str | None:
 
 
 def closing_brace(text: str, opening: int) -> int | None:
-    """Finds the index of the brace that closes the one at `opening`."""
     depth = 0
     for index in range(opening, len(text)):
         depth += (text[index] == "{") - (text[index] == "}")
@@ -166,6 +157,7 @@ _PLAIN_CHARACTERS = str.maketrans(
         "\uff05": "%",
     }
 )
+_TEXT_PART = rf"({TEXT}\{{[^{{}}]*\}}\S{{0,5}})"
 _STRICT_REPLACED = (
     (re.compile(r"\\! ?"), ""),
     (re.compile(r"\\varnothing(?![a-zA-Z])|\\\{ ?\\\}"), r"\\emptyset "),
@@ -177,12 +169,7 @@ _STRICT_REPLACED = (
     (re.compile(r"\^?\\degree(?![a-zA-Z])"), r"^\\circ"),
     (re.compile(r"\s+"), " "),
     (re.compile(rf"(?<=\d){RAISED_DIGITS}"), lambda it: f"^{{{it[0].translate(RAISED)}}}"),
-    (
-        re.compile(
-            rf"\\frac\{{({TEXT}\{{[^{{}}]*\}}\S{{0,5}})\}}\{{({TEXT}\{{[^{{}}]*\}}\S{{0,5}})\}}"
-        ),
-        r"\1/\2",
-    ),
+    (re.compile(rf"\\frac\{{{_TEXT_PART}\}}\{{{_TEXT_PART}\}}"), r"\1/\2"),
     (re.compile(r"\\(?:left|right)(?![a-zA-Z])"), ""),
     (re.compile(r"\\%"), "%"),
     (re.compile(r"\\[dtc]frac(?![a-zA-Z])"), r"\\frac"),
@@ -212,53 +199,6 @@ _FRACTION = re.compile(r"([+-]?)([0-9]*)\\frac\{([^{}]*)\}\{([^{}]*)\}")
 _WORDS = rf"{TEXT}\{{(?![^{{}}]*{DOUBT})[^{{}}\d]*\}}"
 _NO_VALUE = re.compile(rf"_(?:\{{\w+\}}|\w)|(?<=[a-zA-Z'])\([^()]*\)|{_WORDS}")
 _NO_NAME = re.compile(r"[\d,]|^-|(?<!\\)\b[A-Za-z]+ \w|\\text|\\mbox")
-_SENTENCE = re.compile(r"(?<=[.!?])\s+|\n")
-_HYPOTHESIS = re.compile(
-    r"(?i)\W*(?:(?:an? |the )?(?:common|frequent|usual)|if|some|one|many|people|students|suppose"
-    r"|without|you (?:could|may|might|would))\b"
-)
-_IT = "\ufffc"  # stands for the answer
-_THE_ANSWER = (
-    r"(?:\b(?:the|my|our|correct|right|final|actual|true) )++(?:answer|option|choice)(?: above)?"
-)
-_WORK = (  # what is above: my previous answer, the calculation, the above
-    r"\b(?:the|my|our|this|that)(?: (?:above|previous|earlier|last|final|correct|actual|answer"
-    r"|result|solution|calculation|computation|reasoning|working|step|line)\b)++(?<!the last)"
-)
-_FIRST = re.compile(
-    rf"(?i)({_IT}\W*+(?:(?:so|but|and|oh|well|actually)\b\W*+)?)(?!{_WORK})(?:it|that|this)(?=s?\b)"
-)
-_IS = (
-    r"(?:\s*(?:[=:]|['\u2019]?s\b|\b(?:is|was|equals|should|must|has to|have|can?|be(?:en)?)\b)"
-    r"|\W{0,3}\b(?:is|was)\b)"
-)
-_NOT = r"\W{0,3}\b(?:not|never)\W{1,3}(?:be\W{1,3})?"
-_TAKES_BACK = re.compile(
-    r"(?i)(?:^|[^\w\s,'\u2019)-])\W*+(?:(?:oh|but|and|so|no|hm+)\b\W*+)*"  # a clause begins
-    r"(?:wait\b(?! for| until| times?)|hold on\b(?! to)|oops|hm+\b|correction\b|scratch that"
-    r"|on second|never ?mind\b(?! the)|(?:ignore|disregard|forget) (?:this|that|it|the above)\b"
-    r"|sorry\b(?! for| about| if| to| that)|no(?:pe)?(?=\s*(?:[^\w\s]|$)|\s+(?:it|that|this)\b)"
-    r"(?!\W+\S*(?:\d|(?-i:[A-Z])\b)\S*(?: \w+)? not\b))|^\W*+(?:wrong|incorrect|not really)\b"
-    r"(?=\s*[,;.!-]|\W*$)|\b(?:I|we)(?:['\u2019](?:m|re|ve)| have| was| were| am| are| must be)?"
-    r" (?:(?:wrong|mistaken|retract)\b|made an? (?:\w+ )?(?:mistake|error)|take (?:it|that) back"
-    r"|(?:forgot|mis[a-z]+ed|overlooked)\b(?! no| about no))|\bmy (?:mistake|error|bad)\b"
-    r"|\bchang(?:e|ed|ing) my answer|\bthere (?:is|was) an? (?:mistake|error)\b"
-    r"(?! in (?:the|this) (?:problem|question|task|book))"
-    rf"|(?:^\W*+(?<={_IT}\W)[^\d\\$]*\b(?:so|thus|hence) (?:it|this|that)\b|{_IT}|{_WORK})(?:"
-    rf"{_IS}++\W{{0,3}}(?:\w+ly )?(?:an? )?(?:wrong|incorrect|mistaken?|error)\b(?! to| for| that)"
-    rf"|{_IS}*+{_NOT}(?:right|correct|true|really|the answer)\b(?! for| if| in| when))"
-    rf"|(?:\b(?:it|that|this|answer)|{_IT}){_IS}*+{_NOT}{_IT}"
-    rf"|^\W*+(?:(?:it|that|this)?{_IS}++\W{{0,3}})?(?:[^\s,]*+(?<=\d),? )?\bnot\W{{1,3}}{_IT}"
-    r"|不对|错了|更正|等等"
-)
-_STATES = re.compile(
-    rf"(?i)(?:{_THE_ANSWER}{_IS}++"
-    rf"|(?:\b(?:it|that|this)|{_IT}) (?:should|must|has to)(?: have)? be(?:en)?"
-    rf"|\b(?:actually|instead|meant)\b\W{{0,3}}(?:(?:it|that|{_IT}|the answer){_IS}++)?)\W{{0,3}}?"
-    r"(?:\b(?:really|indeed|now|then|actually|therefore|option|choice) \W{0,3}?)?"
-    r"(?P<value>(?>[^\s;!?]*\d[^\s;!?]*|\\[^\s;!?]+|[(*$]*(?-i:[A-HJ-Z])\b))"
-    r"(?!\s*(?:[-+/=^]|\*(?!\*)|\W{0,3}\b(?:if|unless|when)\b))"
-)
 _MAX_PASSES = 100  # two or three do, except for strings made to nest
 
 
@@ -374,26 +314,19 @@ def _literal(text: str) -> Fraction | None:
     return Fraction(re.sub("[ ,']", "", text)) * Fraction(10) ** power
 
 
-def last_answer(response: str) -> tuple[str | None, str]:
-    """Finds what the last line "Answer: ..." says, there or on the first line after with text.
-
-    Returns it, None where there is no such line, and the text that follows.
-    """
+def last_answer(response: str) -> str | None:
+    """Finds what the last line "Answer: ..." says, there or on the first line after with text."""
     lines = response[-TAIL_CHARS - 1 :].splitlines()
     if len(response) > TAIL_CHARS:
         lines = lines[1:]  # its beginning was cut off
     for index in reversed(range(len(lines))):
         if match := _ANSWER_LINE.match(lines[index]):
             candidates = [match[1], *lines[index + 1 :]]
-            for used, line in enumerate(candidates, start=1):
-                if line.strip() and strict_form(line):
-                    return line, "\n".join(["", *candidates[used:]])
-            return "", ""
-    return None, ""
+            return next((it for it in candidates if it.strip() and strict_form(it)), "")
+    return None
 
 
-def compare_answers(answer: Answer | None, truth: Answer, rest: str) -> Verdict:
-    """Compares two answers as "strict" does; rest: what follows the answer in the response."""
+def compare_answers(answer: Answer | None, truth: Answer) -> Verdict:
     verdict = compare(None if answer is None else answer.form, truth.form)
     if not verdict.correct:
         return verdict
@@ -402,43 +335,10 @@ def compare_answers(answer: Answer | None, truth: Answer, rest: str) -> Verdict:
         return Verdict(False, verdict.prediction, "other_unit")
     if differ(answer.name, truth.name):
         return Verdict(False, verdict.prediction, "other_name")
-    return (
-        Verdict(False, verdict.prediction, "retracted") if retracts(rest, answer.form) else verdict
-    )
-
-
-def retracts(rest: str, *answers: str) -> bool:
-    """Returns True where the text behind an answer takes it back.
-
-    answers: its forms. What is said of other answers, or of a way to them, is an explanation.
-    """
-    for answer in filter(None, answers):
-        rest = re.sub(rf"(?<![\w.]){re.escape(answer)}(?!\w|\.\d)", _IT, rest)
-    rest = re.sub(r"(\S++) is ((?:the|my) (?:\w+ )?answer)\b", r"\2 is \1", rest)
-    rest = re.sub(r"(?<=\w)(?:n['\u2019]t|(?<=can)not)\b", " not", f"{_IT} {rest}")
-    sentences = [
-        s for s in _SENTENCE.split(_FIRST.sub(rf"\1{_IT}", rest, 1)) if not _HYPOTHESIS.match(s)
-    ]
-    return any(map(_TAKES_BACK.search, sentences)) or any(
-        not _is_one_of(answers, said) for s in sentences for said in _STATES.finditer(s)
-    )
-
-
-def _is_one_of(answers: Sequence[str], said: re.Match) -> bool:
-    """Returns True where the value that a sentence states is an answer, or ends as one does."""
-    value = said["value"].strip("()*$")
-    if _IT in said["value"] or strict_form(said["value"]) in answers:
-        return True
-    if value.isalpha() and not any(len(it) == 1 and it.isalpha() for it in answers):
-        return True  # the letter of a choice, which has a value for its text
-    stated, *forms = (
-        re.sub(r"[\s$\\(){}*]", "", text).rstrip(".,")
-        for text in (said.string[said.start("value") :], *answers)
-    )
-    return any(re.search(rf"(?<![\d.]){re.escape(stated)}$", form) for form in forms)
+    return verdict
 
 
 def grade_strict(response: str, truth: str) -> Verdict:
     """Grades by the rules "strict": the last line "Answer: ...", in `strict_form`."""
-    text, rest = last_answer(response)
-    return compare_answers(None if text is None else read_answer(text), read_answer(truth), rest)
+    text = last_answer(response)
+    return compare_answers(None if text is None else read_answer(text), read_answer(truth))

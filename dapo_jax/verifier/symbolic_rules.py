@@ -15,21 +15,8 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 from dapo_jax.types import Verdict
-from dapo_jax.verifier import isolated
-from dapo_jax.verifier.math_rules import (
-    EQUALS,
-    Answer,
-    closing_brace,
-    compare_answers,
-    differ,
-    exact_number,
-    is_name,
-    last_answer,
-    read_answer,
-    refuse,
-    retracts,
-)
-from dapo_jax.verifier.units import DOUBT, TEXT, TEXT_GROUP, split_unit
+from dapo_jax.verifier import isolated, math_rules
+from dapo_jax.verifier.units import DOUBT, TEXT, TEXT_GROUP, differ, split_unit
 
 SYMBOLIC_TAIL_CHARS = 1000
 MAX_FORMULA_CHARS = 500
@@ -46,13 +33,7 @@ _BETWEEN_BOXES = re.compile(
     r"|(?=[^,]*,)(?:[\s$,;{}&]|\\[()\[\],;: ]|\\q?quad)*"
     rf"|(?=.*\b(?:and|or)\b)(?:(?!{DOUBT}|\b(?:answer|so|thus|hence)\b)[^.;:!\n]){{0,90}}"
 )
-# A negation of the box, or of a thought on it; "the n that is not prime is" denies nothing.
-_NOT = r"(?:\b(?:not|never|cannot)|n['\u2019]t)\b"
-_DENIED = re.compile(
-    rf"(?i)(?:{_NOT}(?:(?!\b(?:is|are|was|equals|gives)\b|[=:])[^,.;\n]){{0,20}}"
-    rf"|(?:{_NOT} (?:think|believe|sure|true|the case)|\b(?:doubt|maybe))\b[^,.;\n]{{0,20}})$"
-)
-# The box is a part of a formula, or what the answer is not.
+# The box is a part of a formula.
 _OF_MORE = re.compile(
     r"(?:\\neq? ?|≠ ?|\\(?:cdot|times|[lg]t) ?|\\(?:sqrt|[dt]?frac)\{|[}_^]\{|[\d/^]|(?<!-)-"
     r"|(?<![\w</])[\w)}]{1,3} ?[<>] ?"
@@ -76,12 +57,6 @@ _LEAD_IN = (
     r"|we (?:find|get|have|obtain|conclude)(?: that)?)\b[\s,:*]*)"
 )
 _THE_ANSWER = r"(?:(?:the|our|my)\s+)?(?:(?:final|correct)\s+)?(?:answer|result|solution)"
-_PHRASE = re.compile(
-    rf"(?i)(?:(?:^|[.!?:\n])[^\w.!?:\n]*{_LEAD_IN}{{0,2}}{_THE_ANSWER}"
-    r"(?:\s+(?:is|equals|(?:should|must|would) be)\b\s*:?|(?=\s*(?:\$|\\[(\[])))|(?:^|\n)####)(?!"
-    r"\s*(?:an?\b|[a-z]{2})|[^.,;\n]* (?:if|when) )\s*((?:(?:\\\[|\$\$)\s*)?[^\n]+?)(?=\.(?:\s|$)"
-    r"|\n|$)"
-)
 # "The largest $n$ is 34", "There are 34 ways", "John has 34 apples": up to the end of the sentence.
 _CLAIM = re.compile(
     rf"(?i)(?:(?!{DOUBT}|\bI\b)[^\d.;:=\n])*?(?:(?:there (?:are|is)|(?<!we )\b(?:has|have|needs?"
@@ -90,57 +65,49 @@ _CLAIM = re.compile(
 )
 
 
-def find_answer(response: str) -> tuple[str | None, str]:
-    r"""Finds the answer and the text that follows it; None where there is none.
+def find_answer(response: str) -> str | None:
+    r"""Finds the answer; None where there is none.
 
     It is the last line "Answer: ..."; without one the last `\boxed{...}`, with those joined to it
-    by "," or "and", or the value of a sentence "The answer is ..." after the box.
+    by "," or "and".
     """
-    answer, rest = last_answer(response)
-    if answer is not None:
-        return answer, rest
-    tail = response[-SYMBOLIC_TAIL_CHARS:]
-    if not (boxes := _boxes(tail)):
-        return None, ""
-    *_, phrase = [None, *_PHRASE.finditer(tail)]
-    if phrase and phrase.start() > boxes[-1][2]:
-        return phrase[1], tail[phrase.end() :]
-    return _last_boxes(tail, boxes)
+    answer = math_rules.last_answer(response)
+    return _last_boxes(response[-SYMBOLIC_TAIL_CHARS:]) if answer is None else answer
 
 
-def _claimed(sentence: str) -> tuple[str, str]:
-    """Splits a sentence into the value that it states, and what follows it."""
+def _claimed(sentence: str) -> str:
+    """Returns the value that a sentence states, or all of it."""
     sentence = re.sub(rf"(?i)^\s*{_LEAD_IN}+|\s+is\s+{_THE_ANSWER}\.?$", "", sentence)
-    words = TEXT_GROUP.sub(r"\1", sentence)
-    if not (claim := _CLAIM.match(words)):
-        return sentence, ""
-    value = claim["value"] or rf"{claim['number']}\text{{{claim['noun']}}}"
-    return value, words[claim.end() :]
+    if not (claim := _CLAIM.match(TEXT_GROUP.sub(r"\1", sentence))):
+        return sentence
+    return claim["value"] or rf"{claim['number']}\text{{{claim['noun']}}}"
 
 
 def _boxes(text: str) -> list[tuple[int, int, int]]:
     """Finds the outermost boxes: start, start of the inside, end of the inside."""
     boxes, end = [], 0
     for match in _BOX.finditer(text):
-        closing = closing_brace(text, match.end() - 1)
+        closing = math_rules.closing_brace(text, match.end() - 1)
         if closing is not None and match.start() >= end:
             boxes.append((match.start(), match.end(), closing))
             end = closing
     return boxes
 
 
-def _last_boxes(text: str, boxes: list[tuple[int, int, int]]) -> tuple[str | None, str]:
-    rest = text[boxes[-1][2] + 1 :]
+def _last_boxes(text: str) -> str | None:
+    """Joins the last boxes, with the unit behind them; None where they are part of a formula."""
+    if not (boxes := _boxes(text)):
+        return None
     joined = [boxes.pop()]
+    rest = text[joined[0][2] + 1 :]
     while boxes and _BETWEEN_BOXES.fullmatch(text[boxes[-1][2] + 1 : joined[0][0]]):
         joined.insert(0, boxes.pop())
-    before = text[max(0, joined[0][0] - 60) : joined[0][0]]
-    if _DENIED.search(before.rstrip("$ ")) or _OF_MORE.search(before) or _GOES_ON.match(rest):
-        return None, rest
+    if _OF_MORE.search(text[max(0, joined[0][0] - 60) : joined[0][0]]) or _GOES_ON.match(rest):
+        return None
     answer = ", ".join(text[start:end] for _, start, end in joined)
     unit = _BEHIND.match(rest)[1]
     known = TEXT_GROUP.search(unit) or split_unit(f"1{unit}", of_number=True)[0] == "1"
-    return answer + unit * (known and not read_answer(answer).unit), rest
+    return answer + unit * (known and not math_rules.read_answer(answer).unit)
 
 
 # What needs no algebra.
@@ -200,43 +167,37 @@ _DANGLES = re.compile(
 )
 
 
-def decide(answer: str | None, truth: str, rest: str = "") -> Verdict | tuple[str, str]:
-    """Returns the verdict where no algebra is needed, else what to ask the library: two formulas.
-
-    rest: what follows the answer in the response.
-    """
-    answer, more = (None, "") if answer is None else _claimed(answer)
-    rest = f"{more}\n{rest}" if more else rest
-    mine = None if answer is None else read_answer(answer)
+def decide(answer: str | None, truth: str) -> Verdict | tuple[str, str]:
+    """Returns the verdict where no algebra is needed, else the two formulas to ask about."""
+    answer = None if answer is None else _claimed(answer)
+    mine = None if answer is None else math_rules.read_answer(answer)
     right = _read_truth(truth)
-    verdict = compare_answers(mine, right, rest)
+    verdict = math_rules.compare_answers(mine, right)
     if verdict.status != "wrong":
         return verdict
     if _WORD.fullmatch(right.form) and mine.form.casefold() == right.form.casefold():
-        status = "retracted" if retracts(rest, mine.form) else "correct"
-        return verdict._replace(correct=status == "correct", status=status)
+        return verdict._replace(correct=True, status="correct")
     mine = mine._replace(form=_without_names(mine.form, right.form))
     right = right._replace(form=_without_names(right.form, mine.form))
     if differ(mine.unit, right.unit):
         return verdict._replace(status="other_unit")
     if differ(mine.name, right.name):
         return verdict._replace(status="other_name")
-    *others, last = EQUALS.split(mine.form)
+    *others, last = math_rules.EQUALS.split(mine.form)
     is_list = _COMMA.search(_AND.sub(",", mine.form))
-    if others and not (is_list or EQUALS.search(right.form) or too_large(mine.form)):
-        named = is_name(others[0])  # its formulas are not to be checked, the numbers are
+    if others and not (is_list or math_rules.EQUALS.search(right.form) or too_large(mine.form)):
+        named = math_rules.is_name(others[0])  # its formulas are not to be checked, the numbers are
         others = [x for x in others[named:] if not ("dots" in x or (named and _UNKNOWN.search(x)))]
-        verdict = decide(last, truth, rest)
+        verdict = decide(last, truth)
         if not others or verdict[0] is False:
             return verdict
         last, truth = (last, last) if isinstance(verdict, Verdict) else verdict
         return "=".join([*others, last]), truth
-    numbers = exact_number(mine.form), exact_number(right.form)
+    numbers = math_rules.exact_number(mine.form), math_rules.exact_number(right.form)
     if None not in numbers:
         if not _same_number(*numbers, mine.unit == "%", right.unit == "%", answer, truth):
             return verdict
-        status = "retracted" if retracts(rest, mine.form) else "correct"
-        return verdict._replace(correct=status == "correct", status=status)
+        return verdict._replace(correct=True, status="correct")
     if _hopeless(mine.form, right.form):
         return verdict
     one, other = (
@@ -244,15 +205,17 @@ def decide(answer: str | None, truth: str, rest: str = "") -> Verdict | tuple[st
     )
     if too_large(one) or too_large(other):
         return verdict._replace(status="too_large")
-    if retracts(rest, mine.form):
-        return verdict._replace(status="retracted")
     return (f"{mine.name}={one}" if "=" in other and mine.name else one), other
 
 
 def _without_names(form: str, other: str) -> str:
     """Reads "x=1 or x=2" as a set; "x=1, y=2" as a tuple where the other answer is one."""
-    items = [EQUALS.split(item) for item in _COMMA.split(_AND.sub(",", form))]
-    if "=" in other or len(items) < 2 or any(len(i) != 2 or not is_name(i[0]) for i in items):
+    items = [math_rules.EQUALS.split(item) for item in _COMMA.split(_AND.sub(",", form))]
+    if (
+        "=" in other
+        or len(items) < 2
+        or any(len(i) != 2 or not math_rules.is_name(i[0]) for i in items)
+    ):
         return form
     names, values = zip(*items, strict=True)
     if len({name.partition("_")[0] for name in names}) == 1:
@@ -262,10 +225,9 @@ def _without_names(form: str, other: str) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def _read_truth(truth: str) -> Answer:
+def _read_truth(truth: str) -> math_rules.Answer:
     """Reads a ground truth; of a worked solution what is in its last box."""
-    boxes = _boxes(truth)
-    return read_answer((_last_boxes(truth, boxes)[0] or truth) if boxes else truth)
+    return math_rules.read_answer(_last_boxes(truth) or truth)
 
 
 def _same_number(
@@ -296,7 +258,7 @@ def _hopeless(one: str, other: str) -> bool:
         or bool(_CLIPPED.search(one)) != bool(_CLIPPED.search(other))
         or (_OPENS_SET.match(one) and _OPENS_LIST.match(other))
         or (_OPENS_LIST.match(one) and _OPENS_SET.match(other))
-        or (exact_number(other) is not None and _ORDER.search(one))
+        or (math_rules.exact_number(other) is not None and _ORDER.search(one))
         or _DATE_OR_TIME.search(f"{one} {other}")
         or _DANGLES.search(one)
         or {*_GREEK_CAPITAL.findall(one)} != {*_GREEK_CAPITAL.findall(other)}
@@ -363,17 +325,16 @@ class SymbolicVerifier(isolated.Pool):
     """Grades by the rules "math_verify", the algebra in workers; raises as `isolated.Pool` does."""
 
     def __init__(self, num_workers: int, cpu_seconds: float = isolated.CPU_SECONDS) -> None:
-        how = {"num_workers": num_workers, "cpu_seconds": cpu_seconds}
-        super().__init__(f"{__name__}:algebra", name="math_verify", **how)
+        how = {"name": "math_verify", "num_workers": num_workers, "cpu_seconds": cpu_seconds}
+        super().__init__(f"{__name__}:algebra", **how)
 
     def verify(self, response: str, ground_truth: str) -> Verdict:
-        """Grades one pair, as `verify_many` does."""
         return self.verify_many([response], [ground_truth])[0]
 
     def verify_many(self, responses: Sequence[str], ground_truths: Sequence[str]) -> list[Verdict]:
         """Grades pairs, in order; raises ValueError where the lengths differ."""
         decided = [
-            refuse(response, truth) or decide_locally(response, truth)
+            math_rules.refuse(response, truth) or decide_locally(response, truth)
             for response, truth in zip(responses, ground_truths, strict=True)
         ]
         requests = {it: json.dumps(it).encode() for it in decided if not isinstance(it, Verdict)}
@@ -393,8 +354,7 @@ def verdict_of(reply: isolated.Reply, answer: str) -> Verdict:
 
 def decide_locally(response: str, truth: str) -> Verdict | tuple[str, str]:
     """Returns the verdict on a response where no worker is needed, else the two formulas."""
-    answer, rest = find_answer(response)
-    return decide(answer, truth, rest)
+    return decide(find_answer(response), truth)
 
 
 @functools.cache
@@ -419,7 +379,7 @@ def grade_symbolic(answer: str, truth: str) -> Verdict:
     """Grades a formula by the library, which may take forever: only inside a worker."""
     import math_verify
 
-    sides = EQUALS.split(answer) if not EQUALS.search(truth) else [answer]
+    sides = math_rules.EQUALS.split(answer) if not math_rules.EQUALS.search(truth) else [answer]
     letters = {*_LETTER.sub("", f"{answer}={truth}")}
     cased = {it for it in letters if it.isupper() and it.lower() in letters}
     readings = [_read(side, cased) for side in sides]
@@ -457,13 +417,8 @@ def _read(formula: str, cased: set[str]) -> list:
     )
     normal = NormalizationConfig(malformed_operators=True, nits=True)  # without its own units
     targets = [math_verify.LatexExtractionConfig(True, -1, normal)]
-    readings = math_verify.parse(
-        f"${formula}$",
-        targets,
-        fallback_mode="no_fallback",
-        extraction_mode="first_match",
-        parsing_timeout=None,
-    )
+    how = {"fallback_mode": "no_fallback", "extraction_mode": "first_match"}
+    readings = math_verify.parse(f"${formula}$", targets, **how, parsing_timeout=None)
     return [it.doit() if _is_value(it) else it for it in readings]
 
 
@@ -481,19 +436,11 @@ def _is_value(reading) -> bool:
 
 # Kinds of formulas that fill the tables of the library's parser.
 _WARM_UP = (
-    ("(x+1)^2", "x^2+2x+1"),
-    (r"\sqrt{12}", r"2\sqrt{3}"),
-    (r"\frac{\pi}{4}", r"\pi/4"),
-    ("(1,2)", "(2,1)"),
-    ("[1,2)", "[1,3)"),
-    (r"\{1,2,3\}", r"\{3,2,1\}"),
-    (r"(-\infty,3]\cup[4,\infty)", r"(-\infty,3)"),
-    (r"x\leq5", r"x<5"),
-    (r"1\pm\sqrt{2}", r"1\pm\sqrt{3}"),
+    *(("(x+1)^2", "x^2+2x+1"), (r"\sqrt{12}", r"2\sqrt{3}"), (r"\frac{\pi}{4}", r"\pi/4")),
+    *(("(1,2)", "(2,1)"), ("[1,2)", "[1,3)"), (r"\{1,2,3\}", r"\{3,2,1\}"), (r"x\leq5", r"x<5")),
+    *((r"(-\infty,3]\cup[4,\infty)", r"(-\infty,3)"), (r"1\pm\sqrt{2}", r"1\pm\sqrt{3}")),
     (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{pmatrix}1&2\\3&5\end{pmatrix}"),
     (r"\sin(x)+\log_{2}(3)\cdot e^{i\pi}", r"\cos{x}\times\ln3"),
-    (r"5!+\binom{4}{2}", "126"),
-    (r"x^{2}+y^{2}=1", "y=x"),
+    *((r"5!+\binom{4}{2}", "126"), (r"x^{2}+y^{2}=1", "y=x"), (r"|x-1|", "3*4/5")),
     (r"-\frac{a+b}{2c}", r"\frac{1}{2}a-b"),
-    (r"|x-1|", "3*4/5"),
 )

@@ -2,8 +2,7 @@
 
     python -m experiments.preflight.all [--only=7b]
 
-One after the other; programs that an earlier command has compiled are taken from there. Exit status
-1 if one does not fit.
+One after the other. Exit status 1 if one does not fit.
 """
 
 import importlib
@@ -13,6 +12,7 @@ from absl import app, flags
 
 from dapo_jax.preflight import examine
 from dapo_jax.preflight.chips import GIB
+from dapo_jax.preflight.compile import DoesNotFit
 from experiments.benchmarks import common
 
 FLAGS = flags.FLAGS
@@ -50,26 +50,23 @@ def row_of(config_name: str, topology: str, slices: int, settings: dict) -> tupl
     """Compiles a config: (its row of the table, whether it fits)."""
     config = importlib.import_module(f"configs.{config_name}").get_config()
     config.update_from_flattened_dict(settings)
-    how = {
-        "config_name": config_name,
-        "slices": slices,
-        "suggest": False,
-        "say": lambda message: None,
-    }
+    how = {"config_name": config_name, "slices": slices, "say": lambda message: None}
     where = topology + (f" x {slices}" if slices > 1 else "")
     row = [config_name, where, ", ".join(f"{key} {value}" for key, value in settings.items())]
-    for found in examine.candidates(config, topology, **how).values():
-        sampling, update = (
-            max(p.total for p in found.phases if (p.name == "update") == updates) / GIB
-            for updates in (False, True)
-        )
-        row += [
-            f"{found.chips}, TP {found.built.mesh.shape['model']}",
-            f"{sampling:.1f} and {update:.1f} of {found.chip.hbm_bytes / GIB:.1f}",
-            f"{found.headroom:.0%}",
-        ]
-        return row, found.headroom >= 0
-    return [*row, "does not fit"], False
+    try:
+        found = examine.examine(config, topology, **how)
+    except DoesNotFit as error:
+        return [*row, f"does not fit: {error}"], False
+    sampling, update = (
+        max(p.total for p in found.phases if (p.name == "update") == updates) / GIB
+        for updates in (False, True)
+    )
+    row += [
+        f"{found.chips}, TP {found.built.mesh.shape['model']}",
+        f"{sampling:.1f} and {update:.1f} of {found.chip.hbm_bytes / GIB:.1f}",
+        f"{found.headroom:.0%}",
+    ]
+    return row, found.headroom >= 0
 
 
 def main(_):

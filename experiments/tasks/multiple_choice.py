@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from dapo_jax.tasks.readers import DataReport, field, read_rows, templated
 from dapo_jax.types import Example, Message, Verdict
-from dapo_jax.verifier.math_rules import TAIL_CHARS, last_answer, last_box, retracts, strict_form
+from dapo_jax.verifier.math_rules import TAIL_CHARS, last_answer, last_box, strict_form
 
 LETTERS = string.ascii_uppercase
 _LETTERED = re.compile(r"\(?([A-Za-z])(?:[).:]+ ?(.*))?")  # B, (B), b: or B) and its text
@@ -65,10 +65,9 @@ class MultipleChoice:
         It must say one letter, alone or before its choice ("(B)", "B) text"), or the text of one
         choice.
         """
-        answer, rest = last_answer(response)
+        answer = last_answer(response)
         if answer is None:
-            answer = last_box(tail := response[-TAIL_CHARS:])
-            rest = tail.rpartition(rf"\boxed{{{answer}}}")[2]
+            answer = last_box(response[-TAIL_CHARS:])
         if answer is None or not answer.strip():
             return Verdict(False, None, "no_answer" if answer is None else "empty_answer")
         form = strict_form(answer)
@@ -77,8 +76,6 @@ class MultipleChoice:
             return Verdict(False, form, "unreadable_answer")
         if letter != example.answer:
             return Verdict(False, letter, "wrong")
-        if retracts(rest, letter):
-            return Verdict(False, letter, "retracted")
         return Verdict(True, letter, "correct")
 
 
