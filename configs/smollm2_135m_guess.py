@@ -3,9 +3,10 @@
 python -m experiments.smollm2.fetch --to=runs/smollm2_135m
 python -m dapo_jax.train --config=configs/smollm2_135m_guess.py --workdir=runs/guess
 
-Hardware: two CPU cores. The result is open: before training 5.9 % of 57 held-out games are won (4
-samples each; 4 tries, 8 numbers), and no run has reached its 12 steps yet; the first four took
-155 to 260 s each beside other work.
+Hardware: one GPU, or two CPU cores. Result: held-out games won (8 samples each; 4 tries, 8 numbers)
+go from 6.1 to 70.2 % after 40 steps on an H100, 4 to 6 s a step beside two other runs (one seed,
+commit ac5824b; experiments/guess). Without the environment's answers 50 % is the most. On two CPU
+cores no run has reached its end: the first steps took 155 to 260 s each beside other work.
 """
 
 from configs import base, smollm2_135m
@@ -13,7 +14,7 @@ from configs import base, smollm2_135m
 
 def get_config(preset: str = ""):
     config = smollm2_135m.get_config()
-    config.num_steps = 12
+    config.num_steps = 40
     config.updates_per_step = 2
 
     game = {
@@ -30,7 +31,10 @@ def get_config(preset: str = ""):
     config.rollout.page_tokens = 32
     config.algo.overlong_cache_tokens = 16
 
+    config.learner.learning_rate = 1e-5
+
     del config.eval.sets.sums
-    config.eval.every_steps = 6
+    config.eval.every_steps = 10
+    config.eval.samples_per_prompt = 8
     config.eval.sets.guess = base.dataset(**game, count=64, seed=2, split="test")
     return base.apply_preset(config, preset)
