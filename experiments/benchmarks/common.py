@@ -108,9 +108,11 @@ def measured_chip(*, copy_mib: int, product: int, dtype, devices=None) -> Chip:
     """Returns a device with the rates of a large copy (read and written) and a large product."""
     mesh = make_mesh(data=-1, model=1, devices=devices)
     ways, rows = rules.row_degree(mesh), rules.rows(mesh)
-    array = jnp.zeros((ways, copy_mib * 2**20 // jnp.dtype(dtype).itemsize), dtype, device=rows)
+    values = copy_mib * 2**20 // jnp.dtype(dtype).itemsize
+    shapes = (ways, values // 1_024, 1_024), (ways, product, product)  # whole tiles of a TPU
+    make = jax.jit(lambda: [jnp.ones(shape, dtype) for shape in shapes], out_shardings=rows)
+    array, square = make()
     copy = jax.jit(lambda a: a + 1)
-    square = jnp.ones((ways, product, product), dtype, device=rows)
     multiply = jax.jit(lambda a: jnp.einsum("dij,djk->dik", a, a))
     seconds = best_seconds(lambda: copy(array), repeats=10)
     flop_rate = 2 * product**3 / best_seconds(lambda: multiply(square), repeats=10)
