@@ -656,7 +656,8 @@ def rows_of(work: Work) -> Iterator[tuple[str, Callable[[], Found]]]:
 
 
 def main(_):
-    platform, works = FLAGS.small or jax.devices()[0].platform, SMALL if FLAGS.small else REAL
+    platform = FLAGS.small or platform_of(jax.make_mesh((1,), ("x",), devices=jax.devices()[:1]))
+    works = SMALL if FLAGS.small else REAL
     if platform not in works:
         sys.exit(f"this measures a GPU or a TPU, and JAX finds a {platform}: give --small=tpu")
     compile_cache.enable(several=False)  # what tells a program's memory has compiled it
