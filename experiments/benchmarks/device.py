@@ -62,6 +62,7 @@ from models.kernels import Kernels, flash_gpu, kernels_for, packed, platform_of,
 from models.parameters import normal, ones
 from models.qwen2 import PRESETS
 from sharding import hosts, rules
+from sharding.mesh import make_mesh
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("rows", "", "A regular expression: only rows whose names have it.")
@@ -656,15 +657,15 @@ def rows_of(work: Work) -> Iterator[tuple[str, Callable[[], Found]]]:
 
 
 def main(_):
-    platform = FLAGS.small or platform_of(jax.make_mesh((1,), ("x",), devices=jax.devices()[:1]))
+    kind = FLAGS.small or platform_of(make_mesh(data=-1, model=1))
     works = SMALL if FLAGS.small else REAL
-    if platform not in works:
-        sys.exit(f"this measures a GPU or a TPU, and JAX finds a {platform}: give --small=tpu")
+    if kind not in works:
+        sys.exit(f"this measures a GPU or a TPU, and JAX finds a {kind}: give --small=tpu")
     compile_cache.enable(several=False)  # what tells a program's memory has compiled it
     print(f"{common.machine()}, commit {common.commit()}\n")
     print(common.table(["row", "result", "took, s"], []), flush=True)
     compared, mistakes = {}, 0
-    for name, run in rows_of(works[platform]):
+    for name, run in rows_of(works[kind]):
         if not re.search(FLAGS.rows, name):
             continue
         start = time.perf_counter()
@@ -677,7 +678,7 @@ def main(_):
                 mistakes += 1
         compared |= {f"{name}: {what}": pair for what, pair in found.compared.items()}
         print(f"| {name} | {found.text} | {time.perf_counter() - start:.0f} |", flush=True)
-    if platform == "tpu":
+    if kind == "tpu":
         rows = [
             [name, f"{it:.3g}", f"{measured:.3g}", f"{it / measured:.2f}" if measured else ""]
             for name, (it, measured) in compared.items()
