@@ -87,7 +87,10 @@ def convert(
         if names == ["tokenizer.model"]:
             names = tokenizer.save_for_transformers(tokenizer_path / names[0], folder)
         else:
+            more = sorted((tokenizer_path / tokenizer.MORE_TEMPLATES).glob("*"))
+            names += [f"{tokenizer.MORE_TEMPLATES}/{file.name}" for file in more]
             for name in names:
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 (tokenizer_path / name).copy(folder / name)
         if ends and names:  # readers of the export stop where the run did
             end = {"eos_token_id": ends if len(ends) > 1 else ends[0]}

@@ -24,6 +24,7 @@ _REPO = r"(?P<repo>[a-zA-Z0-9][\w.-]*/[a-zA-Z0-9][\w.-]*)"
 MODEL = re.compile(rf"(?:hf://)?{_REPO}(?:@(?P<revision>.+))?(?P<file>)", re.ASCII)
 FILE = re.compile(rf"hf://datasets/{_REPO}(?:@(?P<revision>refs/\w+/[^/]+|[^/]+))?/(?P<file>.+)")
 WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
+OF_TOKENIZER = (*tokenizer.FILES, f"{tokenizer.MORE_TEMPLATES}/*")
 ADVICE = (
     "mend the name or the revision, set HF_TOKEN to a token that may read what is private or "
     "gated, unset HF_HUB_OFFLINE to download, or give the path of what `hf download` wrote (a "
@@ -80,7 +81,7 @@ def _downloaded(key: str, name: str, revision: str | None, *, weights=True) -> t
     repo, file = (FILE.fullmatch(name) or MODEL.fullmatch(name)).group("repo", "file")
     weights = weights and not file and key != "tokenizer.path"
     needed = "model*.safetensors" if weights else file if "*" in file else glob.escape(file)
-    files = [needed] if file else [*tokenizer.FILES, *(WEIGHTS if weights else ())]
+    files = [needed] if file else [*OF_TOKENIZER, *(WEIGHTS if weights else ())]
     how = {"repo_type": "dataset" if file else "model", "revision": revision}
     call = functools.partial(library.snapshot_download, repo, allow_patterns=files, **how)
     url = f"{library.constants.ENDPOINT}/{'datasets/' if file else ''}{repo}"

@@ -1,11 +1,13 @@
 """Tokenizers: ids, round trips, stop tokens, chat templates and what is refused."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 import sentencepiece
 import tokenizers
+from processes import ROOT
 from transformers import AutoTokenizer
 
 from dapo_jax.convert import convert
@@ -296,6 +298,18 @@ def test_a_response_loses_the_token_that_stopped_it_alone(special, task, text, t
         group = Group(0, prompt, (response,))
         (response,) = graded(group, task=task, tokenizer=tokenizer).responses
         assert (response.text, response.verdict.correct) == (text, True)
+
+
+def test_named_chat_templates_are_exported_too(bpe_folder, tmp_path):
+    folder = copy_of(bpe_folder, tmp_path, chat_template=CHATML)
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(ROOT / "experiments/tiny_base/checkpoint" / name, folder / name)
+    named = folder / "additional_chat_templates" / "tool_use.jinja"
+    named.parent.mkdir()
+    named.write_text("{{ 1 }}")
+    said = convert(f"hf:{folder}", f"hf:{tmp_path / 'out'}", dtype="float32")
+    assert (tmp_path / "out" / "additional_chat_templates" / named.name).read_text() == "{{ 1 }}"
+    assert "additional_chat_templates/tool_use.jinja" in said
 
 
 def test_an_exported_sentencepiece_model_has_its_ids_in_transformers(tmp_path):

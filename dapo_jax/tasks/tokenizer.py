@@ -32,6 +32,7 @@ FILES = (
 ROLES = ("user", "assistant")  # in turn
 ANSWER = "%an answer%"  # stands for one where a template is looked at
 _CLOCK = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+MORE_TEMPLATES = "additional_chat_templates"  # a folder of named ones, for other users
 MAX_ERROR_CHARS = 200
 PROBE = "\n What is  12+3?\nAnswer: \u00bd \u00e9\U0001f680, is it so, is it"
 
