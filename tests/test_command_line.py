@@ -1,7 +1,10 @@
 """The help of a command, its refusals of wrong arguments, and configs from any folder."""
 
 import functools
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 from processes import ROOT, ran
@@ -150,3 +153,15 @@ def test_a_config_is_found_from_any_folder_the_current_one_first(tmp_path, monke
     (tmp_path / "experiments" / "tiny_base" / "checkpoint").mkdir(parents=True)
     config = config_flags.read_config(["--config=configs/tiny.py"])
     assert (config.num_steps, config.model.path) == (7, "experiments/tiny_base/checkpoint")
+
+
+def test_a_package_that_hides_ours_is_named(tmp_path):
+    """A folder `models` of one's own was a traceback of an import."""
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "__init__.py").touch()
+    how = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
+    command = [sys.executable, "-m", "dapo_jax.train", "--config=configs/tiny.py", "--workdir=x"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **how)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1
+    assert line.startswith(f"error: {tmp_path / 'models' / '__init__.py'} hides {ROOT / 'models'}")
