@@ -320,7 +320,7 @@ KEYS = {
                                     may_change=True),
     "log.eval_responses": Key(True, "eval/<finished steps>.<set>.jsonl.gz", may_change=True),
     "log.writers": Key(("tensorboard",), "more places for the numbers: \"tensorboard\", \"wandb\", "
-                       "a custom \"module:Class\"", may_change=True),
+                       "\"trackio\", a custom \"module:Class\"", may_change=True),
 }
 # The keys of a data set: data.train, data.mixture.NAME (more training sets, mixed by weight) and
 # eval.sets.NAME.

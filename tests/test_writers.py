@@ -82,7 +82,7 @@ def test_one_that_fails_is_said_once_and_the_others_get_all(tmp_path, monkeypatc
         ("wandb", r"'wandb', but that package is not installed: pip install .wandb>=0.19,<1"),
         (
             "mlflow",
-            r"has 'mlflow'; give one of tensorboard, wandb, or \"module:Class\"",
+            r"has 'mlflow'; give one of tensorboard, wandb, trackio, or \"module:Class\"",
         ),
         (f"{__name__}:Absent", "which cannot be imported .*Absent"),
         ("no_such_module:Class", "which cannot be imported .*: No module named 'no_such_module'"),
@@ -150,3 +150,23 @@ def test_tensorboard_has_scores_at_their_step(tmp_path, monkeypatch):
     board.evaluation(3, {"eval/a/mean@8": 0.5})
     board.step({"step": 3, "entropy": 0.25, "kl": None, "eval/a/mean@8": 0.5})
     assert added == [("eval/a/mean@8", 0.5, 3), ("entropy", 0.25, 3)]
+
+
+def test_trackio_gets_a_step_beside_its_values(tmp_path, monkeypatch):
+    """A value "step" is one that it keeps for itself."""
+    given = []
+    run = types.SimpleNamespace(log=lambda values, step: given.append((step, values)))
+    run.finish = lambda: given.append("finished")
+    fake = types.ModuleType("trackio")
+    fake.__spec__ = importlib.machinery.ModuleSpec("trackio", None)
+    fake.Table = lambda columns, data: (columns, data)
+    fake.init = lambda *names, **settings: given.append((*names, settings["resume"])) or run
+    monkeypatch.setitem(sys.modules, "trackio", fake)
+    of_run = writers.Writers(["trackio"], {"num_steps": 2}, tmp_path, None, pytest.fail)
+    of_run("evaluation", 0, {"eval/a/mean@8": 0.9})
+    of_run("step", {"step": 0, "entropy": 2.0})
+    of_run("samples", 0, [{"response": "4"}])
+    of_run("close")
+    name = f"{tmp_path.name}-{(tmp_path / 'wandb_id.txt').read_text()}"
+    values = [{"eval/a/mean@8": 0.9}, {"entropy": 2.0}, {"samples": (["response"], [["4"]])}]
+    assert given == [("dapo_jax", name, "allow"), *((0, it) for it in values), "finished"]

@@ -1,6 +1,7 @@
 """More places for a run's numbers: `log.writers`.
 
-A writer is a class with the methods of `Writer`, named "tensorboard", "wandb" or "module:Class".
+A writer is a class with the methods of `Writer`, named "tensorboard", "wandb", "trackio" or
+"module:Class".
 One that fails is left out for the rest of the run, which says so once: the numbers are in
 metrics.jsonl anyway.
 """
@@ -16,7 +17,10 @@ from dapo_jax.cli.failures import brief
 from dapo_jax.logs.files import atomic_file
 from dapo_jax.outside import imported
 
-WANDB_PACKAGE = "wandb>=0.19,<1"  # its init has resume="allow" by a run's own id, offline too
+INSTALL = {  # their init has resume="allow" by a run's own id or name, offline too
+    "wandb": "wandb>=0.19,<1",
+    "trackio": "trackio>=0.43,<1",
+}
 
 
 class Writer(Protocol):
@@ -113,6 +117,22 @@ class WandB:
         self._run.finish()
 
 
+class Trackio(WandB):
+    """Trackio, in its project dapo_jax. A resumed run goes on in the same one there, by its name.
+
+    TRACKIO_SPACE_ID and its other variables hold.
+    """
+
+    def __init__(self, config: dict, workdir: pathlib.Path, resume_step: int | None):
+        import trackio
+
+        self._table, name = trackio.Table, f"{workdir.name}-{own_id(workdir)}"
+        self._run = trackio.init("dapo_jax", name, config=config, resume="allow", embed=False)
+
+    def _log(self, values: Mapping[str, Any], step: int) -> None:
+        self._run.log(dict(values), step=step)
+
+
 def own_id(workdir: pathlib.Path) -> str:
     """Returns the run's id in other services, which the first of its writers makes."""
     file = workdir / "wandb_id.txt"
@@ -122,16 +142,15 @@ def own_id(workdir: pathlib.Path) -> str:
     return file.read_text().strip()
 
 
-BUILT_IN = {"tensorboard": TensorBoard, "wandb": WandB}
+BUILT_IN = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}
 
 
 def find(name: str) -> Callable[..., Writer]:
     """Returns a writer's class; ValueError where log.writers names none, or it is not installed."""
     setting = f"log.writers has {name!r}"
-    if name == "wandb" and importlib.util.find_spec(name) is None:
-        raise ValueError(
-            f'{setting}, but that package is not installed: pip install "{WANDB_PACKAGE}"'
-        )
+    if name in INSTALL and importlib.util.find_spec(name) is None:
+        package = INSTALL[name]
+        raise ValueError(f'{setting}, but that package is not installed: pip install "{package}"')
     if name in BUILT_IN:
         return BUILT_IN[name]
     if ":" not in name:
