@@ -57,6 +57,12 @@ _LEAD_IN = (
     r"|we (?:find|get|have|obtain|conclude)(?: that)?)\b[\s,:*]*)"
 )
 _THE_ANSWER = r"(?:(?:the|our|my)\s+)?(?:(?:final|correct)\s+)?(?:answer|result|solution)"
+_PHRASE = re.compile(
+    rf"(?i)(?:(?:^|[.!?:\n])[^\w.!?:\n]*{_LEAD_IN}{{0,2}}{_THE_ANSWER}"
+    r"(?:\s+(?:is|equals|(?:should|must|would) be)\b\s*:?|(?=\s*(?:\$|\\[(\[])))|(?:^|\n)####)(?!"
+    r"\s*(?:an?\b|[a-z]{2})|[^.,;\n]* (?:if|when) )\s*((?:(?:\\\[|\$\$)\s*)?[^\n]+?)(?=\.(?:\s|$)"
+    r"|\n|$)"
+)
 # "The largest $n$ is 34", "There are 34 ways", "John has 34 apples": up to the end of the sentence.
 _CLAIM = re.compile(
     rf"(?i)(?:(?!{DOUBT}|\bI\b)[^\d.;:=\n])*?(?:(?:there (?:are|is)|(?<!we )\b(?:has|have|needs?"
@@ -69,10 +75,13 @@ def find_answer(response: str) -> str | None:
     r"""Finds the answer; None where there is none.
 
     It is the last line "Answer: ..."; without one the last `\boxed{...}`, with those joined to it
-    by "," or "and".
+    by "," or "and", or the value of a sentence "The answer is ..." after the box.
     """
-    answer = math_rules.last_answer(response)
-    return _last_boxes(response[-SYMBOLIC_TAIL_CHARS:]) if answer is None else answer
+    answer, tail = math_rules.last_answer(response), response[-SYMBOLIC_TAIL_CHARS:]
+    if answer is not None or not (boxes := _boxes(tail)):
+        return answer
+    *_, phrase = [None, *_PHRASE.finditer(tail)]
+    return phrase[1] if phrase and phrase.start() > boxes[-1][2] else _last_boxes(tail)
 
 
 def _claimed(sentence: str) -> str:
