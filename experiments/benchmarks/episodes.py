@@ -25,6 +25,7 @@ flags.DEFINE_string("size", "1.25", "Millions of parameters.")
 flags.DEFINE_integer("slots", 64, "Slots of the engine.")
 flags.DEFINE_integer("groups", 32, "Groups of eight episodes.")
 flags.DEFINE_list("call_seconds", ["0", "0.1", "0.5"], "That an environment takes for an answer.")
+flags.DEFINE_integer("block_tokens", 16, "Decode steps of a block.")
 flags.DEFINE_integer("devices", 2, "Devices that the CPU is counted as.")
 flags.DEFINE_integer("rounds", 3, "Turns of every party; the best counts.")
 GROUP, PROMPT, RESPONSE, TURN, GIVEN = 8, 64, 256, 48, 16
@@ -66,6 +67,7 @@ def main(_):
         rollout__max_response_tokens=RESPONSE,
         rollout__slot_tokens=RESPONSE,
         rollout__page_tokens=64,
+        rollout__block_tokens=FLAGS.block_tokens,
         data__train__environment="one:Fixed",
     )
     params = built.reshard(built.start_params(), None)
