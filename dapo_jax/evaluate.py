@@ -291,6 +291,7 @@ def main(_):
 
 
 def fit_model(config: ConfigDict, tokenizer: Tokenizer, data: components.Data) -> None:
+    """Fills in lengths and cache for the evaluation sets of a model alone."""
     auto_sizes.fit_lengths(config, data.longest_prompt())
     responses = sum(len(it.dataset.prompts) * it.k for it in data.eval_sets.values())
     auto_sizes.fit_cache(config, responses)
@@ -305,6 +306,7 @@ def config_of_run(workdir: pathlib.Path) -> dict | None:
 
 
 def interval_line(name: str, scores: Mapping[str, float], settings: Mapping) -> str:
+    """Says a set's mean over problems, its 95 % confidence interval, and how it was sampled."""
     mean = next(key for key in scores if key.startswith("mean@"))
     return (
         f"{name}: {mean} {scores[mean]:.1%} [{scores['interval/low']:.1%}, "

@@ -37,6 +37,7 @@ class Graded:
         self.end = self.cursor
 
     def add(self, groups: Sequence[Group]) -> None:
+        """Adds graded groups."""
         for group in groups:
             self.groups[group.cursor] = group
             if informative_groups(self.success(group)[None])[0]:

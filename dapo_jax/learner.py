@@ -96,6 +96,7 @@ def scheduled_rate(step: int, learning: Learning, *, num_steps: int) -> float:
 
 
 def init_state(params, learning: Learning) -> TrainState:
+    """Makes the state before the first update."""
     return TrainState(params, optimizer(learning).init(params))
 
 
@@ -112,6 +113,7 @@ def shardings_like_params(state: TrainState, param_shardings, replicated) -> Tra
 
 
 def cast(params, dtype):
+    """Casts parameters to the compute dtype."""
     return jax.tree.map(lambda p: p.astype(dtype), params)
 
 
@@ -188,11 +190,13 @@ def make_batch(groups: Sequence[Group], advantage_PG: np.ndarray, learning: Lear
 
 
 def batch_shardings(mesh) -> Batch:
+    """Shards a batch [M, B, T] by rows."""
     rows = dict.fromkeys(Batch.row_fields(), rules.micro_batches(mesh))
     return Batch(**rows, num_micro=rules.replicated(mesh))
 
 
 def minibatch(groups, advantage_PG, learning: Learning, mesh) -> Batch:
+    """Makes one update's batch on the mesh."""
     return hosts.place(make_batch(groups, advantage_PG, learning), batch_shardings(mesh))
 
 
@@ -349,6 +353,7 @@ def update(state: TrainState, start_weights, batch: Batch, learning_rate, *, gra
 
 
 def all_finite(tree) -> jax.Array:
+    """Returns whether every value of every array is finite."""
     return jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]).all()
 
 

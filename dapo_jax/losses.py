@@ -203,5 +203,6 @@ def token_loss(logp, token: Batch, learning):
 
 
 def takes_old_logp(learning) -> bool:
+    """Returns whether the loss compares with the learner's own old log-probabilities."""
     chosen = learning.old_logprobs == "learner"
     return chosen or learning.ratio == "sequence" or learning.policy_loss == "kl_cov"

@@ -177,6 +177,7 @@ class AnyOrder(InOrder):
         return {it.cursor for it in self.partial if it.age_steps >= most}
 
     def has_enough(self) -> bool:
+        """Returns whether enough groups are complete, and none that is waited for is not."""
         waiting, informative = self.session.unfinished, self.graded.informative
         if len(informative) < self.plan.num_prompts:
             return self.issued == self.plan.max_prompts and not waiting

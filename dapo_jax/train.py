@@ -112,6 +112,7 @@ def sample(run: start.Run, step: int, state, progress: Progress, watch: metrics.
 
 
 def new_session(run: start.Run, weights: dict) -> Session:
+    """Makes a session of the run's streams, training's first."""
     environments = components.environments(run.config, run.data, run.tokenizer)
     return Session(run.programs.engine, weights, *run.streams, environments=environments)
 
@@ -224,6 +225,7 @@ def finish(
 
 
 def evaluate_alone(run: start.Run, state: learner.TrainState, finished_steps: int) -> None:
+    """Evaluates all sets in a session of their own."""
     session = new_session(run, run.sampler_weights(state.params))
     with evaluate.Evaluation(session, run.sets, first_stream=1) as evaluation:
         scores_of(run, evaluation, finished_steps)

@@ -158,6 +158,7 @@ class Group:
 
     @property
     def correct_G(self) -> np.ndarray:
+        """Raw correctness of each response."""
         return np.array([response.verdict.correct for response in self.responses])
 
     @property
@@ -191,6 +192,7 @@ class PartialGroup:
 
     @property
     def tokens(self) -> int:
+        """Counts the tokens there are."""
         return sum(len(response.tokens_T) for response in self.responses)
 
 
@@ -251,6 +253,7 @@ class Rollouts:
 
     @property
     def correct_PG(self) -> np.ndarray:
+        """Raw correctness of everything sampled."""
         return np.stack([group.correct_G for group in self.sampled])
 
     @property
@@ -260,6 +263,7 @@ class Rollouts:
 
     @property
     def length_PG(self) -> np.ndarray:
+        """Tokens of everything sampled."""
         return np.stack([group.length_G for group in self.sampled])
 
     @property

@@ -76,4 +76,5 @@ def text(total: int) -> str:
 
 
 def shape_text(array) -> str:
+    """Writes an array's dtype and shape."""
     return f"{np.dtype(array.dtype).name}{list(array.shape)}"

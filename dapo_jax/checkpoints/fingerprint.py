@@ -187,6 +187,7 @@ def _weight_files(config: ConfigDict) -> list[epath.Path]:
 
 
 def _of_mine(files: Sequence[epath.Path]) -> dict[str, str]:
+    """Digests this process's part of the files, by name."""
     return {file.name: of_file(file) for i, file in enumerate(files) if hosts.is_mine(i)}
 
 
@@ -217,6 +218,7 @@ def of_prompts(prompts: Sequence[Prompt]) -> dict:
 
 
 def of_file(file: epath.Path) -> str:
+    """Returns the digest of a file's bytes."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()[:32]
 
@@ -271,6 +273,7 @@ def require_same_config(config: ConfigDict, workdir: pathlib.Path) -> None:
 
 
 def require_steps_left(config: ConfigDict, finished_steps: int, directory) -> None:
+    """Refuses fewer steps than the run has done (ValueError)."""
     if finished_steps > config.num_steps:
         raise ValueError(
             f"num_steps = {config.num_steps}, but the run in {directory} has finished "
@@ -408,5 +411,6 @@ def _file_differences(old: dict, new: dict) -> Iterator[str]:
 
 
 def listed(found: Sequence[str]) -> str:
+    """Lists the first differences, and says how many more there are."""
     more = len(found) - SHOWN_DIFFERENCES
     return "; ".join(found[:SHOWN_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")

@@ -26,6 +26,7 @@ class Progress:
     session: Session | None = None
 
     def to_json(self) -> dict:
+        """Describes it for a checkpoint, bit by bit."""
         return {
             "cursor": self.cursor,
             "sampled_tokens_total": self.sampled_tokens_total,
@@ -56,6 +57,7 @@ def _group_json(group: PartialGroup) -> dict:
 
 
 def _group(described: Mapping) -> PartialGroup:
+    """Undoes `_group_json`."""
     responses = [
         Response(
             _array(it["tokens"], "<i4"),

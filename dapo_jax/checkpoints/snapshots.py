@@ -218,6 +218,7 @@ class Snapshots:
                 self._stop(name)
 
     def _received_order(self) -> str:
+        """Waits for the main host's next order."""
         while (order := hosts.kv_get(f"order/{self._orders}", wait_seconds=60)) is None:
             pass
         self._orders += 1

@@ -152,6 +152,7 @@ class Checkpoints:
 
     @property
     def directory(self) -> epath.Path:
+        """The directory that holds the checkpoints."""
         return self._manager.directory
 
     def latest_step(self) -> int | None:
@@ -159,6 +160,7 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def close(self) -> None:
+        """Closes the manager; nothing is saved or restored after this."""
         self._manager.close()
 
     def _agreed_steps(self) -> list[int]:

@@ -78,6 +78,7 @@ def parse_flags(argv: list[str]) -> list[str]:
 
 
 def define_workdir() -> flags.FlagHolder:
+    """Defines the flag of the run's directory, which is required."""
     holder = flags.DEFINE_string("workdir", None, "The run's directory.", required=True)
     flags.register_validator(
         "workdir",
@@ -88,6 +89,7 @@ def define_workdir() -> flags.FlagHolder:
 
 
 def define_distributed() -> flags.FlagHolder:
+    """Defines the flag of the commands that run on several hosts."""
     return flags.DEFINE_bool(
         "distributed",
         False,

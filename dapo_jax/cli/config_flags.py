@@ -57,6 +57,7 @@ def current(config: Mapping) -> ConfigDict:
 
 
 def as_json(config: ConfigDict) -> dict:
+    """Returns a config as JSON has it."""
     return json.loads(config.to_json_best_effort())
 
 

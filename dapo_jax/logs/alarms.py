@@ -226,6 +226,7 @@ class Alarms:
         return bound or RATIO_GAP[self.config.model.compute_dtype]
 
     def values(self, *names: str) -> str:
+        """Shows settings with their values."""
         value = dict(leaves(self.config))
         return ", ".join(f"{name} = {value[name]!r}" for name in names)
 

@@ -21,10 +21,12 @@ RESPONSE_CHARACTERS = 400
 
 
 def format_duration(seconds: float) -> str:
+    """Seconds as h:mm:ss, with days where there are some."""
     return str(datetime.timedelta(seconds=round(seconds)))
 
 
 def evaluation_line(finished_steps: int, scores: Mapping[str, float]) -> str:
+    """`eval/<set>/<metric>` values on one line."""
     by_set: dict[str, list[str]] = {}
     for key, value in scores.items():
         _, name, score = key.split("/", 2)
@@ -80,6 +82,7 @@ class Display:
             self._log(text)
 
     def samples(self, step: int, rows: Sequence[Mapping]) -> None:
+        """Prints sampled responses with their verdicts, rewards and ends."""
         self.line("\n".join([f"samples of step {step}", *map(described, rows)]))
 
     def close(self) -> None:

@@ -175,6 +175,7 @@ def write_rollouts(path: pathlib.Path, rows: Iterable[Mapping], *, level: int = 
 
 
 def read_rollouts(path: pathlib.Path) -> Iterator[dict]:
+    """Yields the responses that `write_rollouts` wrote."""
     with gzip.open(path) as lines:
         yield from map(json.loads, lines)
 
@@ -242,6 +243,7 @@ def begin_rows(
 
 
 def write_json(path: pathlib.Path, content: Mapping) -> None:
+    """Writes a JSON file."""
     with atomic_file(path) as file:
         file.write((json.dumps(content, indent=1) + "\n").encode())
 

@@ -51,10 +51,12 @@ class Step:
 
     @property
     def stats(self) -> RolloutStats:
+        """The work that sampling took."""
         return self.rollouts.stats
 
     @property
     def responses(self) -> list[Response]:
+        """All sampled responses."""
         return [response for group in self.rollouts.sampled for response in group.responses]
 
     @property
@@ -70,10 +72,12 @@ class Step:
 
     @property
     def partial_rollouts(self) -> bool:
+        """Returns whether groups go on from step to step."""
         return self.config.rollout.partial_rollout_steps > 0
 
     @property
     def partial_tokens(self) -> int:
+        """Tokens of the groups that go on in the next step."""
         return sum(group.tokens for group in self.rollouts.partial)
 
     @property
@@ -99,6 +103,7 @@ class Step:
         return length_N.mean() if length_N.size else None
 
     def per_second(self, tokens: int, phase: str) -> float:
+        """Tokens a second of a phase's wall time."""
         return tokens / max(self.seconds.get(phase, 0.0), 1e-9)
 
 

@@ -162,6 +162,7 @@ def write_responses(workdir: pathlib.Path, name: str, groups: Sequence[Group]) -
 
 
 def result_row(results: dict) -> dict[str, float]:
+    """The scores as keys of a metrics row: eval/<set>/<score>."""
     return {
         f"eval/{name}/{key}": value
         for name, scores in results.items()
@@ -171,6 +172,7 @@ def result_row(results: dict) -> dict[str, float]:
 
 
 def rollout_rows(rollouts: Rollouts, reward_PG) -> Iterator[dict]:
+    """The step's responses for rollouts/<step>.jsonl.gz, one dict each."""
     trained = set(rollouts.kept.tolist())
     for p, group in enumerate(rollouts.sampled):
         for g in range(len(group.responses)):
@@ -179,6 +181,7 @@ def rollout_rows(rollouts: Rollouts, reward_PG) -> Iterator[dict]:
 
 
 def response_row(group: Group, sample: int, **scores: float) -> dict:
+    """One sampled response with its prompt, verdict and scores, ready for JSON."""
     example, response = group.prompt.example, group.responses[sample]
     return {
         "cursor": group.cursor,
@@ -217,6 +220,7 @@ def sample_digests(groups: Sequence[Group], reward_PG: np.ndarray) -> dict[str, 
 
 
 def samples(rollouts: Rollouts, reward_PG) -> list[dict]:
+    """The first response of the step's first groups, for a person to read."""
     found = []
     for p, group in enumerate(rollouts.sampled[:SHOWN_SAMPLES]):
         row = response_row(group, 0, reward=float(reward_PG[p, 0]))

@@ -45,6 +45,7 @@ def main(_):
 
 
 def define_flags() -> None:
+    """Defines --config, --topology and --slices."""
     define_config()
     flags.DEFINE_string("topology", None, "A slice: v5p:8x8x4.", required=True)
     flags.DEFINE_integer("slices", None, "The number of slices; the config's mesh.slices.")

@@ -60,6 +60,7 @@ class Findings:
 
     @property
     def advice(self) -> str:
+        """The setting to change where it does not fit, or hardly."""
         if self.fullest.name in ("update", "old_logprobs"):
             return (
                 "lower learner.micro_batch_rows, learner.row_tokens or learner.row_lengths, set "
@@ -70,6 +71,7 @@ class Findings:
         return f"lower rollout.cache_mib by {mib} or raise mesh.model: sampling needs the most"
 
     def lines(self) -> list[str]:
+        """Returns the mesh, the slots, each phase's memory, the advice and the verdict."""
         mesh = ", ".join(f"{axis} {size}" for axis, size in self.built.mesh.shape.items())
         cache = self.built.engine.cache
         out = [
@@ -151,4 +153,5 @@ def memory_phases(built: components.Programs, programs: dict[str, Program]) -> l
 
 
 def parameter_count(sizes: ModelConfig) -> int:
+    """Returns the number of the whole model's parameters."""
     return sum(leaf.size for leaf in jax.tree.leaves(abstract_params(sizes)[1]))

@@ -155,6 +155,7 @@ def check_model(
 
 
 def check_vocabulary(tokenizer_ids: int, sizes: ModelConfig) -> None:
+    """Refuses a tokenizer with more ids than the model has embedding rows (ValueError)."""
     if tokenizer_ids > sizes.vocab_size:
         raise ValueError(
             f"the tokenizer has {tokenizer_ids} ids, but the model only {sizes.vocab_size} "
@@ -163,6 +164,7 @@ def check_vocabulary(tokenizer_ids: int, sizes: ModelConfig) -> None:
 
 
 def check_divides(config: ConfigDict, mesh: jax.sharding.Mesh) -> None:
+    """Refuses a training batch that the mesh's groups of devices do not divide (ValueError)."""
     degree, rows = rules.row_degree(mesh), config.learner.micro_batch_rows
     if rows % degree:
         shape = " * ".join(f"{axis} {mesh.shape[axis]}" for axis in rules.ROW_AXES)

@@ -122,12 +122,14 @@ class Programs:
         return jax.jit(init, out_shardings=shardings)(key=key(self.config, INIT_STREAM))
 
     def start_state(self) -> learner.TrainState:
+        """The training state before the first step, on the mesh."""
         init = functools.partial(learner.init_state, learning=self.learning)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state)
         return jax.jit(init, out_shardings=shardings, donate_argnums=0)(self.start_params())
 
 
 def key(config: ConfigDict, stream: int):
+    """The root key of one stream of randomness."""
     return jax.random.fold_in(jax.random.key(config.seed), stream)
 
 
@@ -178,6 +180,8 @@ def tokenizer(config: ConfigDict) -> Tokenizer:
 
 @dataclasses.dataclass(frozen=True)
 class EvalSet:
+    """An evaluation set, of which each prompt gets k responses."""
+
     dataset: Dataset
     k: int
 
@@ -196,10 +200,12 @@ class Data:
         return {**self.train.sets, **evaluated}
 
     def longest_prompt(self) -> int:
+        """Counts the tokens of the longest prompt."""
         prompts = (prompt for of in self.sets.values() for prompt in of.prompts)
         return max((len(prompt.token_ids) for prompt in prompts), default=1)
 
     def report_lines(self) -> list[str]:
+        """Accounts for each row of each data set."""
         lines = [line for of in self.sets.values() for line in of.report.lines()]
         if len(self.train.sets) > 1:
             shares = [f"{share:.1%} {key}" for key, share in self.train.shares.items()]
@@ -238,6 +244,7 @@ def environments(config: ConfigDict, data: Data, tokenizer: Tokenizer) -> Enviro
 
 
 def overlong(config: ConfigDict) -> dict[str, float]:
+    """Returns the settings of the soft overlong punishment (Eq. 13)."""
     return {
         "max_tokens": config.rollout.max_response_tokens,
         "cache_tokens": config.algo.overlong_cache_tokens,
@@ -246,6 +253,7 @@ def overlong(config: ConfigDict) -> dict[str, float]:
 
 
 def step_plan(config: ConfigDict, data: Data) -> StepPlan:
+    """Makes the plan of what each training step samples."""
     r = config.rollout
     return StepPlan(
         prompt_at=data.train.stream(config.seed).__getitem__,
@@ -342,11 +350,13 @@ def programs(config: ConfigDict, vocab_size: int, *, devices=None) -> Programs:
 
 
 def mesh_of(config: ConfigDict, devices=None) -> jax.sharding.Mesh:
+    """Makes the config's mesh. devices: as of `programs`."""
     m = config.mesh
     return make_mesh(data=m.data, model=m.model, slices=m.slices, devices=devices)
 
 
 def lora_of(config: ConfigDict) -> Lora | None:
+    """Returns the config's LoRA; None where all weights are trained."""
     c = config.learner
     if not c.lora_rank:
         return None
@@ -354,6 +364,7 @@ def lora_of(config: ConfigDict) -> Lora | None:
 
 
 def learning(config: ConfigDict, vocab_size: int, kernels: Kernels) -> learner.Learning:
+    """Returns the constants of the config's updates."""
     c, r = config.learner, config.rollout
     keys = {**c, **config.algo, "args": config.algo.args.to_dict()}
     keys["lora_targets"] = tuple(c.lora_targets)  # a list where it is JSON's

@@ -61,6 +61,7 @@ def dry_run(config: ConfigDict, workdir: pathlib.Path, parent: Parent | None) ->
 
 
 def example_lines(data: components.Data, tokenizer: Tokenizer) -> list[str]:
+    """Shows the first prompt of each set as the policy reads it, and its answer."""
     lines = []
     for key, dataset in data.sets.items():
         prompt = dataset.prompts[0]
@@ -71,6 +72,7 @@ def example_lines(data: components.Data, tokenizer: Tokenizer) -> list[str]:
 
 
 def device_bytes(tree) -> int:
+    """Counts the bytes of ShapeDtypeStructs with shardings on one device."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
@@ -94,6 +96,7 @@ def memory(programs: components.Programs) -> dict[str, dict[str, int]]:
 
 
 def memory_lines(programs: components.Programs) -> Iterator[str]:
+    """Says what a device holds in each phase, and what it has where that is known."""
     yield "memory of a device, MiB, without the programs' temporaries:"
     for phase, parts in memory(programs).items():
         held = "  ".join(f"{name} {size / MIB:,.1f}" for name, size in parts.items() if size)

@@ -60,6 +60,7 @@ class Planned:
     chosen: list[str]
 
     def lines(self) -> list[str]:
+        """Says what devices, data and sizes a step has."""
         r, mesh = self.config.rollout, self.programs.mesh
         axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
         return [
@@ -95,6 +96,7 @@ class Run(Planned):
     seconds: dict[str, float]
 
     def sampler_weights(self, params: dict) -> dict:
+        """Returns weights as the sampler shards them."""
         return self.programs.reshard(params, self.start_weights)
 
     def evaluates_in(self, step: int) -> bool:
@@ -244,6 +246,7 @@ def _lock(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
 
 
 def directory_of(config: ConfigDict, workdir: pathlib.Path) -> epath.Path:
+    """Returns the directory of a run's checkpoints."""
     return epath.Path(config.checkpoint.directory or workdir / "checkpoints")
 
 

@@ -40,10 +40,12 @@ class Point:
 
     @property
     def label(self) -> str:
+        """The point's name, which is its folder inside the sweep's."""
         return sweep_label(self.arm, self.seed)
 
     @property
     def arguments(self) -> list[str]:
+        """Everything after `python -m dapo_jax.train`."""
         return [*self.flags, f"--workdir={self.workdir}"]
 
 

@@ -48,6 +48,7 @@ class Runner:
 
     @property
     def stopped(self) -> bool:
+        """True after `stop`."""
         return self._stopping.is_set()
 
     def stop(self, _signal: str = "") -> None:
@@ -117,6 +118,7 @@ class Runner:
 
 
 def is_done(point: Point) -> bool:
+    """Tells whether a point has all its steps."""
     return finished_steps(point) >= point.num_steps
 
 

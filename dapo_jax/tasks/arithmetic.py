@@ -46,6 +46,7 @@ class Arithmetic(MathTask):
     split: str = "train"
 
     def load(self) -> tuple[list[Example], DataReport]:
+        """Generates the problems, each in DAPO's template."""
         levels = ",".join(map(str, self.levels))
         rows = Rows(f"arithmetic (levels {levels}, {self.split})", "row", self.on_bad_row)
         problems = generate(self.levels, self.count, self.seed, split=self.split)
@@ -72,6 +73,7 @@ OPERATIONS_BELOW = np.cumsum([0.45, 0.45, 0.1])[:2].tolist()
 
 
 def apply(value: int, operation: str, operand: int) -> int:
+    """Computes value + operand, value - operand or value * operand."""
     return {"+": value + operand, "-": value - operand, "*": value * operand}[operation]
 
 
@@ -167,6 +169,7 @@ def _sample_step(value: int, rng: np.random.Generator) -> tuple[str, int]:
 
 
 def expression(start: int, steps, rng: np.random.Generator) -> str:
+    """Asks for the value of a chain as a formula."""
     text, has_sum = str(start), False
     for operation, operand in steps:
         if operation == "*" and has_sum:
@@ -177,6 +180,7 @@ def expression(start: int, steps, rng: np.random.Generator) -> str:
 
 
 def story(start: int, steps, rng: np.random.Generator) -> str:
+    """Asks for the value of a chain as one of STORIES."""
     opening, *clauses, question = STORIES[int(rng.integers(len(STORIES)))]
     by_operation = dict(zip("+-*", clauses, strict=True))
     parts = [by_operation[operation].format(operand) for operation, operand in steps]

@@ -166,6 +166,7 @@ class Mixture:
         return {key: weight / total for key, weight in self.weights.items()}
 
     def stream(self, seed: int) -> PromptStream:
+        """Orders the prompts of all sets."""
         prompts = [dataset.prompts for dataset in self.sets.values()]
         return PromptStream(*prompts, seed=seed, weights=list(self.weights.values()))
 

@@ -31,6 +31,7 @@ class MathTask:
     on_bad_row: str = "error"
 
     def grade(self, response: str, example: Example) -> Verdict:
+        """Grades one response."""
         return verify(response, example.answer, rules=self.rules)
 
     def grade_many(self, responses: Sequence[str], example: Example) -> list[Verdict]:

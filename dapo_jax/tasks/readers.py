@@ -96,6 +96,7 @@ class DataReport:
     notes: tuple[str, ...] = ()  # what else a person should know of it
 
     def lines(self) -> list[str]:
+        """Formats the report for the start banner, one string a line."""
         line = (
             f"{self.name}: {self.rows:,} rows, {self.duplicates:,} duplicates merged, "
             f"{self.conflicting_prompts:,} prompts with conflicting answers dropped "
@@ -109,6 +110,7 @@ class DataReport:
 
 
 def by_text(pairs: Sequence[tuple[str, str]]) -> list[bool]:
+    """Tells which pairs of answers are equal texts."""
     return [one == other for one, other in pairs]
 
 

@@ -135,6 +135,7 @@ class Pool(contextlib.AbstractContextManager):
         self._threads.shutdown(cancel_futures=True)
 
     def worker_pids(self) -> list[int]:
+        """Lists the process ids of the present workers, without those of replaced ones."""
         return [worker.process.pid for worker in self._workers]
 
     def ask(self, requests: Iterable[bytes]) -> dict[bytes, Reply]:
@@ -172,6 +173,7 @@ class Pool(contextlib.AbstractContextManager):
 
 
 def one_a_core() -> int:
+    """Counts the workers of a pool: one a core, and MAX_WORKERS at most."""
     affinity = getattr(os, "sched_getaffinity", None)  # not every system has it
     return min(len(affinity(0)) if affinity else os.cpu_count() or 1, MAX_WORKERS)
 

@@ -130,6 +130,7 @@ def last_box(text: str) -> str | None:
 
 
 def closing_brace(text: str, opening: int) -> int | None:
+    """Finds the index of the brace that closes the one at `opening`."""
     depth = 0
     for index in range(opening, len(text)):
         depth += (text[index] == "{") - (text[index] == "}")
@@ -327,6 +328,7 @@ def last_answer(response: str) -> str | None:
 
 
 def compare_answers(answer: Answer | None, truth: Answer) -> Verdict:
+    """Compares two answers as "strict" does."""
     verdict = compare(None if answer is None else answer.form, truth.form)
     if not verdict.correct:
         return verdict

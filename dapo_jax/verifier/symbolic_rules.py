@@ -338,6 +338,7 @@ class SymbolicVerifier(isolated.Pool):
         super().__init__(f"{__name__}:algebra", **how)
 
     def verify(self, response: str, ground_truth: str) -> Verdict:
+        """Grades one pair, as `verify_many` does."""
         return self.verify_many([response], [ground_truth])[0]
 
     def verify_many(self, responses: Sequence[str], ground_truths: Sequence[str]) -> list[Verdict]:
