@@ -207,6 +207,11 @@ def open_run(
     say.line("\n".join([overview, *planned.lines(), f"workdir: {workdir}{resuming}"]))
     if parent:
         say.line(f"a fork of checkpoint {parent.step} in {parent.workdir}")
+    if config.rollout.top_p < 1 or config.rollout.top_k > 0:
+        say.line(
+            "note: rollout.top_p or top_k cuts the sampler's distribution, but not the update's: "
+            "their ratio is below 1 from the start"
+        )
     ids = planned.tokenizer.vocab_size
     alarms = Alarms(config, programs.state, vocab_size=ids, say=say.line)
     sets = planned.data.eval_sets if config.eval.every_steps > 0 else {}

@@ -21,18 +21,35 @@ MAX_VALUE = 99  # every intermediate result stays within 0..MAX_VALUE
 TEST_SHARE = 8  # one question in eight belongs to the test split
 
 # A story: opening, one clause for "+", "-" and "*", the question.
-STORIES = tuple(
-    story.split(" | ")
-    for story in (
-        "A box holds {} coins. | {} coins are added. | {} coins are taken out. | Then the coins "
-        "become {} times as many. | How many coins are in the box?",
-        "Tom has {} apples. | He buys {} more. | He gives away {}. | He trades and now has {} "
-        "times as many. | How many apples does Tom have?",
-        "A bus carries {} people. | {} people get on. | {} people get off. | At the station the "
-        "number grows {} times. | How many people are on the bus?",
-        "Mia has saved {} dollars. | She earns {} dollars. | She spends {} dollars. | A prize "
-        "makes it {} times as much. | How many dollars does Mia have?",
-    )
+STORIES = (
+    (
+        "A box holds {} coins.",
+        "{} coins are added.",
+        "{} coins are taken out.",
+        "Then the coins become {} times as many.",
+        "How many coins are in the box?",
+    ),
+    (
+        "Tom has {} apples.",
+        "He buys {} more.",
+        "He gives away {}.",
+        "He trades and now has {} times as many.",
+        "How many apples does Tom have?",
+    ),
+    (
+        "A bus carries {} people.",
+        "{} people get on.",
+        "{} people get off.",
+        "At the station the number grows {} times.",
+        "How many people are on the bus?",
+    ),
+    (
+        "Mia has saved {} dollars.",
+        "She earns {} dollars.",
+        "She spends {} dollars.",
+        "A prize makes it {} times as much.",
+        "How many dollars does Mia have?",
+    ),
 )
 
 

@@ -62,8 +62,16 @@ _ANSWER = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
 
 # In this order: each replacement sees the text that the ones before it left.
 _MINERVA_REPLACED = (
-    *(("an ", ""), ("a ", ""), (".$", "$"), (r"\$", ""), (r"\ ", ""), (" ", ""), ("mbox", "text")),
-    *((r",\text{and}", ","), (r"\text{and}", ","), (r"\text{m}", r"\text{}")),
+    ("an ", ""),
+    ("a ", ""),
+    (".$", "$"),
+    (r"\$", ""),
+    (r"\ ", ""),
+    (" ", ""),
+    ("mbox", "text"),
+    (r",\text{and}", ","),
+    (r"\text{and}", ","),
+    (r"\text{m}", r"\text{}"),
 )
 _MINERVA_REMOVED = (  # in this order too, separated by single spaces
     "square ways integers dollars mph inches hours km units \\ldots sue points feet minutes digits "

@@ -446,11 +446,19 @@ def _is_value(reading) -> bool:
 
 # Kinds of formulas that fill the tables of the library's parser.
 _WARM_UP = (
-    *(("(x+1)^2", "x^2+2x+1"), (r"\sqrt{12}", r"2\sqrt{3}"), (r"\frac{\pi}{4}", r"\pi/4")),
-    *(("(1,2)", "(2,1)"), ("[1,2)", "[1,3)"), (r"\{1,2,3\}", r"\{3,2,1\}"), (r"x\leq5", r"x<5")),
-    *((r"(-\infty,3]\cup[4,\infty)", r"(-\infty,3)"), (r"1\pm\sqrt{2}", r"1\pm\sqrt{3}")),
+    ("(x+1)^2", "x^2+2x+1"),
+    (r"\sqrt{12}", r"2\sqrt{3}"),
+    (r"\frac{\pi}{4}", r"\pi/4"),
+    ("(1,2)", "(2,1)"),
+    ("[1,2)", "[1,3)"),
+    (r"\{1,2,3\}", r"\{3,2,1\}"),
+    (r"(-\infty,3]\cup[4,\infty)", r"(-\infty,3)"),
+    (r"x\leq5", r"x<5"),
+    (r"1\pm\sqrt{2}", r"1\pm\sqrt{3}"),
     (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{pmatrix}1&2\\3&5\end{pmatrix}"),
     (r"\sin(x)+\log_{2}(3)\cdot e^{i\pi}", r"\cos{x}\times\ln3"),
-    *((r"5!+\binom{4}{2}", "126"), (r"x^{2}+y^{2}=1", "y=x"), (r"|x-1|", "3*4/5")),
+    (r"5!+\binom{4}{2}", "126"),
+    (r"x^{2}+y^{2}=1", "y=x"),
     (r"-\frac{a+b}{2c}", r"\frac{1}{2}a-b"),
+    (r"|x-1|", "3*4/5"),
 )
