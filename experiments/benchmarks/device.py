@@ -26,7 +26,6 @@ same token. Each row is printed as soon as it is there, with the seconds that it
 too. One that fails says why, and the others follow. A TPU's section ends with a table.
 """
 
-import concurrent.futures
 import dataclasses
 import functools
 import re
@@ -106,7 +105,7 @@ class Work:
 
 
 class Found(NamedTuple):
-    """What a row prints, and what was measured beside an estimate: {what: (both)}."""
+    """A row's text, and {what: (estimated, measured)}."""
 
     text: str
     compared: Mapping[str, tuple[float, float]] = {}
@@ -195,11 +194,10 @@ def cudnn_packed(q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT):
 def jax_splash(q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT):
     """Attends in segments as JAX's splash kernel is used: all blocks up to the diagonal."""
     (T, N, H), sides = q_BTNH.shape[1:], ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv")
+    blocks = dict.fromkeys(sides, min(T, 1_024))
     attend = splash.make_splash_mha_single_device(
         splash.MultiHeadMask([splash.CausalMask((T, T))] * N),
-        block_sizes=splash.BlockSizes(**dict.fromkeys(sides, 1_024), use_fused_bwd_kernel=True)
-        if T > 1_024
-        else splash.BlockSizes(**dict.fromkeys(sides, T), use_fused_bwd_kernel=True),
+        block_sizes=splash.BlockSizes(**blocks, use_fused_bwd_kernel=True),
         interpret=bool(FLAGS.small),
     )
     qkv = (q_BTNH * H**-0.5).astype(q_BTNH.dtype), k_BTKH, v_BTKH
@@ -234,7 +232,7 @@ def kernels_of(work: Work) -> Kernels:
 
 
 def off(ours, theirs) -> float:
-    """How far arrays are from others, of the others' norm."""
+    """Returns the norm of the difference of two trees of arrays, over the second's."""
     ours, theirs = (
         np.concatenate([np.ravel(np.asarray(leaf, np.float32)) for leaf in jax.tree.leaves(of)])
         for of in jax.device_get((ours, theirs))
@@ -471,8 +469,8 @@ def decode(work: Work, preset: str, context: int) -> Found:
         max_prompt_tokens=1,
         max_response_tokens=own * PAGE,
     )
-    chosen, abstract = kernels_for(work.kernels, platform_of(built.mesh)), built.engine.params
-    engine = Engine(PRESETS[preset], built.mesh, cache, params=abstract, kernels=chosen)
+    abstract = built.engine.params
+    engine = Engine(PRESETS[preset], built.mesh, cache, params=abstract, kernels=kernels_of(work))
     engine.sizes = engine.sizes[-1:]  # the program of all slots and pages
     sampling = common.stream(built).sampling
     engine.compile(sampling)
@@ -543,16 +541,13 @@ def step(work: Work, preset: str) -> Found:
     r.generation_prompts, r.max_prompt_tokens = 2 * r.num_prompts, 2 * PROMPT
     r.max_response_tokens = work.max_tokens
     r.slot_tokens = r.cache_mib = config.learner.row_tokens = config.learner.micro_batch_rows = 0
+    config.eval.every_steps = 0
     auto_sizes.fit_training(config, devices=devices)
     built = components.programs(config, PRESETS[preset].vocab_size, devices=devices)
-    sampling, rows = common.stream(built).sampling, config.learner.row_tokens
-    by_size = sorted(built.engine.lower(sampling).items(), key=lambda item: item[0][2:])
-    lowered = {kind: program for (kind, *_), program in by_size}  # the largest of each kind
-    lowered["update"] = built.lower_update(rows)
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        compiled = pool.map(compiling.compiled, lowered, lowered.values())
-    phases = memory_phases(built, dict(zip(lowered, compiled, strict=True)))
-    predicted = {phase.name: phase.total / 1e9 for phase in phases}
+    sampling = common.stream(built).sampling
+    compiled = compiling.compiled_programs(built, say=lambda progress: None)
+    del compiled["reshard"]  # weights are there before a step is timed
+    predicted = {phase.name: phase.total / 1e9 for phase in memory_phases(built, compiled)}
 
     how = {"groups": r.generation_prompts, "group_size": r.group_size, "seed": 0}
     length_PG = response_lengths(work.max_tokens / 4, longest=work.max_tokens, **how)
@@ -600,7 +595,7 @@ def chip(work: Work) -> Chip:
 
 
 def memory_stats() -> Mapping[str, int]:
-    """What the first device tells of its memory; a CPU tells nothing."""
+    """Asks the first device for its memory; a CPU tells nothing."""
     return jax.local_devices()[0].memory_stats() or {}
 
 
