@@ -252,6 +252,7 @@ KEYS = {
     "algo.overlong_factor": Key(1.0, "0.0: no soft overlong punishment", at_least=0),
     "algo.kl_coef": Key(0.0, "weight of GRPO's KL term to the start policy; DAPO has none",
                         at_least=0),
+    "algo.entropy_coef": Key(0.0, "weight of an entropy bonus; DAPO has none", at_least=0),
 
     "learner.learning_rate": Key(1e-6, "of AdamW, after the warm-up (section 4.1)",
                                  above=0, at_most=1),

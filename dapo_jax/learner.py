@@ -264,12 +264,18 @@ def micro_batch_loss(params, start_weights, micro: Batch, *, graph, mesh, learni
     run = functools.partial(forward, micro=micro, graph=graph, mesh=mesh, learning=learning)
     head = {"temperature": learning.temperature, "vocab_size": learning.vocab_size, "mesh": mesh}
     x_BTD, head_DV = run(*weights_and_adapters(params, start_weights, learning))
-    reference_logp_BT = None
+    reference_logp_BT = entropy_weight = None
     if learning.kl_coef > 0:
         reference_logp_BT, _ = chosen_logprobs(*run(start_weights, None), micro.target_BT, **head)
     micro = dataclasses.replace(micro, num_micro=None, reference_logp_BT=reference_logp_BT)
     evaluate = head_loss if learning.ratio == "token" else head_loss_of_rows
     loss_of = functools.partial(token_loss, learning=learning)
+    if learning.entropy_coef > 0:
+
+        def entropy_weight(token):
+            return -learning.entropy_coef * token.weight_BT
+
+    head["entropy_weight"] = entropy_weight
     loss, *found = evaluate(x_BTD, head_DV, micro.target_BT, micro, loss_of, **head)
     return loss, metric_sums(micro, *found)
 

@@ -46,13 +46,23 @@ def chosen_logprobs(x_BTD, head_DV, target_BT, *, temperature, vocab_size, mesh:
 
 
 def head_loss(
-    x_BTD, head_DV, target_BT, tokens, token_loss, *, temperature, vocab_size, mesh: Mesh
+    x_BTD,
+    head_DV,
+    target_BT,
+    tokens,
+    token_loss,
+    *,
+    temperature,
+    vocab_size,
+    mesh: Mesh,
+    entropy_weight=None,
 ):
     """Sums the tokens' losses: (sum, log pi(target), entropy of pi, the loss's indicators).
 
     token_loss(logp_C, tokens_C) -> (loss_C, indicators: a tree of [C]), of each token by itself;
     tokens: a tree of [B, T] arrays of which it gets the chunk's. A token whose entries are zero
-    must have loss zero. The sum alone has a gradient.
+    must have loss zero. The sum alone has a gradient. entropy_weight(tokens_C) -> [C]: what the
+    entropy of pi counts in the sum; None: nothing.
     Gradients are computed with the value, chunk by chunk, since the loss of a chunk is all that
     they take: three products with the head and not the four of one that is computed again (Chen et
     al. 2016, arXiv 1604.06174). They are summed in float32, over chunks and devices too.
@@ -70,7 +80,11 @@ def head_loss(
                 lambda logp_C: token_loss(logp_C, tokens_C), pi.logp_C, has_aux=True
             )
             (d_logp_C,) = pull(jnp.ones_like(loss_C))
-            d_logits_CV = pi.d_logits_CV(d_logp_C).astype(head_DV.dtype)
+            d_logits_CV = pi.d_logits_CV(d_logp_C)
+            if entropy_weight is not None:
+                loss_C += entropy_weight(tokens_C) * pi.entropy_C
+                d_logits_CV += pi.d_logits_of_entropy_CV(entropy_weight(tokens_C))
+            d_logits_CV = d_logits_CV.astype(head_DV.dtype)
             d_x_CD = _product("CV,DV->CD", d_logits_CV, head_DV)
             d_x_CD = _over("model", jax.lax.psum, d_x_CD, mesh).astype(x_CD.dtype)
             d_head_DV = d_head_DV + _product("CD,CV->DV", x_CD, d_logits_CV)
@@ -110,7 +124,7 @@ def head_loss(
     return loss, *jax.lax.stop_gradient(chosen)
 
 
-def head_loss_of_rows(x_BTD, head_DV, target_BT, tokens, rows_loss, **how):
+def head_loss_of_rows(x_BTD, head_DV, target_BT, tokens, rows_loss, *, entropy_weight=None, **how):
     """Does what `head_loss` does, for a loss of a token that depends on others in its row.
 
     rows_loss(logp_BT, tokens) -> (loss_BT, indicators). A first pass gives all log-probabilities,
@@ -124,9 +138,17 @@ def head_loss_of_rows(x_BTD, head_DV, target_BT, tokens, rows_loss, **how):
 
     logp_BT, _ = chosen_logprobs(*jax.lax.stop_gradient((x_BTD, head_DV)), target_BT, **how)
     (loss, indicators), slope_BT = jax.value_and_grad(total, has_aux=True)(logp_BT)
+    given = (slope_BT,)
+    if entropy_weight is not None:
+        given, how["entropy_weight"] = (
+            (slope_BT, entropy_weight(tokens)),
+            lambda given_C: given_C[1],
+        )
     linear, logp_BT, entropy_BT, _ = head_loss(
-        x_BTD, head_DV, target_BT, slope_BT, lambda logp_C, slope_C: (slope_C * logp_C, {}), **how
+        x_BTD, head_DV, target_BT, given, lambda logp_C, given_C: (given_C[0] * logp_C, {}), **how
     )
+    if entropy_weight is not None:
+        loss += jnp.sum(given[1] * entropy_BT)
     return loss + (linear - jax.lax.stop_gradient(linear)), logp_BT, entropy_BT, indicators
 
 
@@ -143,7 +165,7 @@ class _Chosen:
         logits_CV = logits_CV - max_C[:, None]
         self._is_target_CV = first_id + jnp.arange(head_DV.shape[1]) == target_C[:, None]
         self._exp_CV = jnp.exp(logits_CV)
-        self._temperature = temperature
+        self._logits_CV, self._temperature = logits_CV, temperature
 
         def total(terms_CV):
             return over(jax.lax.psum, jnp.sum(terms_CV, axis=1))
@@ -157,6 +179,12 @@ class _Chosen:
         """Computes the gradient of the model's logits: log pi(target) has [v = target] - pi(v)."""
         d_CV = self._is_target_CV - self._exp_CV / self._sum_C[:, None]
         return d_CV * d_logp_C[:, None] / self._temperature
+
+    def d_logits_of_entropy_CV(self, d_entropy_C):
+        """Computes the gradient of the model's logits: the entropy has -pi(v) (log pi(v) + H)."""
+        prob_CV = self._exp_CV / self._sum_C[:, None]
+        surprise_CV = self._logits_CV + (self.entropy_C - jnp.log(self._sum_C))[:, None]
+        return -prob_CV * surprise_CV * d_entropy_C[:, None] / self._temperature
 
 
 def _over(axis, reduce, array, mesh):

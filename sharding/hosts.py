@@ -15,6 +15,7 @@ import contextlib
 import errno
 import functools
 import os
+import pathlib
 import pickle
 import re
 import signal
@@ -38,6 +39,7 @@ COORDINATOR, PROCESSES, PROCESS = "DAPO_COORDINATOR", "DAPO_PROCESSES", "DAPO_PR
 # threads of C++, which neither a compilation nor a long hold of the interpreter's lock stops.
 HEARTBEAT_SECONDS = 12
 WAITING_SECONDS = 10.0  # between the lines of a process that waits for the others to start
+ESTABLISHED = "01"  # a connection's state in /proc/net/tcp
 RETRYABLE = 75  # exit status (EX_TEMPFAIL): no fault of the settings, the same command can go on
 END, GONE = "end", "gone"  # keys: how all processes end, and how many have read it
 PARTING_SECONDS = 3.0  # the longest that the main process, whose end ends the store, waits
@@ -122,6 +124,8 @@ def _saying_what_is_waited_for(cluster: dict[str, Any]) -> Iterator[None]:
     def say():
         while not done.wait(WAITING_SECONDS):
             who = f"{cluster.get('num_processes', 'all')} processes at {address or 'the pod'}"
+            if cluster.get("process_id") == 0 and port.isdecimal():
+                who += f" ({_connected(int(port))} are there)"
             seconds = time.monotonic() - start
             print(f"waiting for {who}, {seconds:.0f} s", file=sys.stderr, flush=True)
 
@@ -133,6 +137,13 @@ def _saying_what_is_waited_for(cluster: dict[str, Any]) -> Iterator[None]:
     finally:
         signal.signal(signal.SIGINT, handler)
         done.set()
+
+
+def _connected(port: int) -> int:
+    """Counts the connections to a port of this machine, one a process, as Linux lists them."""
+    tables = [pathlib.Path("/proc/net", name) for name in ("tcp", "tcp6")]
+    text = "".join(table.read_text() for table in tables if table.exists())
+    return len(re.findall(rf":{port:04X} \S+ {ESTABLISHED} ", text))
 
 
 def started() -> bool:

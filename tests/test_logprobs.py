@@ -33,9 +33,7 @@ def token_loss(logp, tokens):
     return tokens["weight"] * (logp + 0.1 * logp**2), {"half": 0.5 * logp}
 
 
-@jit
-@functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
-def whole_gradient(x_BTD, head_DV, target_BT, weight_BT):
+def whole(x_BTD, head_DV, target_BT, weight_BT):
     """The definition, at once: log softmax over the tokenizer's ids only, and its entropy."""
     logits_BTV = (x_BTD @ head_DV / SETTINGS["temperature"])[..., : SETTINGS["vocab_size"]]
     logp_BTV = jax.nn.log_softmax(logits_BTV)
@@ -44,6 +42,9 @@ def whole_gradient(x_BTD, head_DV, target_BT, weight_BT):
     loss_BT, indicators = token_loss(logp_BT, {"weight": weight_BT})
     loss = jnp.sum(loss_BT)
     return -3 * loss, (loss, logp_BT, entropy_BT, indicators["half"])
+
+
+whole_gradient = jit(jax.value_and_grad(whole, argnums=(0, 1), has_aux=True))
 
 
 @functools.cache
@@ -88,6 +89,31 @@ def test_values_loss_and_gradients_equal_those_of_the_whole_softmax(mesh, T, hea
             np.testing.assert_allclose(got, want, atol=1e-5)
     assert np.abs(expected_gradient[1][:, : SETTINGS["vocab_size"]]).min() > 0
     for got, want in zip(gradient, expected_gradient, strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("head_loss", [head_loss, head_loss_of_rows])
+def test_an_entropy_bonus_has_the_gradient_of_the_whole_softmaxs_entropy(head_loss):
+    """Its weight is of each token; rows and vocabulary lie over several devices."""
+    x_BTD, head_DV, target_BT, weight_BT = inputs(2 * CHUNK + 3)
+    how = SETTINGS | {"mesh": make_mesh(data=2, model=2, devices=jax.devices()[:4])}
+
+    def bonus(tokens):
+        return -0.3 * tokens["weight"] ** 2
+
+    def chunked_loss(x_BTD, head_DV):
+        tokens = {"weight": weight_BT}
+        how["entropy_weight"] = bonus
+        return head_loss(x_BTD, head_DV, target_BT, tokens, token_loss, **how)[0]
+
+    def whole_loss(x_BTD, head_DV):
+        _, (loss, _, entropy_BT, _) = whole(x_BTD, head_DV, target_BT, weight_BT)
+        return loss + jnp.sum(bonus({"weight": weight_BT}) * entropy_BT)
+
+    loss, gradient = jit(jax.value_and_grad(chunked_loss, argnums=(0, 1)))(x_BTD, head_DV)
+    expected = jit(jax.value_and_grad(whole_loss, argnums=(0, 1)))(x_BTD, head_DV)
+    np.testing.assert_allclose(loss, expected[0], rtol=1e-5)
+    for got, want in zip(gradient, expected[1], strict=True):
         np.testing.assert_allclose(got, want, atol=1e-4, rtol=1e-5)
 
 

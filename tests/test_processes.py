@@ -298,4 +298,7 @@ def test_a_port_in_use_is_named_and_a_wait_is_said(monkeypatch, capsys):
             pass
         with hosts._saying_what_is_waited_for(cluster | {"process_id": 1}):
             time.sleep(0.2)
+        assert hosts._connected(taken.getsockname()[1]) == 0
+        with socket.create_connection(taken.getsockname()):
+            assert hosts._connected(taken.getsockname()[1]) == 1
     assert f"waiting for 2 processes at {address}, 0 s" in capsys.readouterr().err

@@ -269,14 +269,18 @@ def test_failures_are_kept_apart_and_tried_again_at_the_end(tmp_path, program, c
     assert _attempts(folder)[14:] == [f"{b}/seed_1"], "its rows were gone"
 
 
-def _call_when(paths, call):
-    """Calls a function when all files are there."""
+def _call_when(paths, call, seconds=0.0):
+    """Calls a function when all files have been there for so long."""
     while not all(path.exists() for path in paths):
         time.sleep(0.01)
+    time.sleep(seconds)
     call()
 
 
-def test_jobs_have_their_own_cores_and_are_stopped(tmp_path, program):
+def test_jobs_have_their_own_cores_and_are_stopped(tmp_path, program, monkeypatch, capsys):
+    """In a terminal a line says how far those are that run."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr("dapo_jax.sweep.runner.LIVE_SECONDS", 0.01)
     assert environment(3)["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.300"
     assert [share(range(8), slot, 3) for slot in range(3)] == [[0, 1, 2], [3, 4, 5], [6, 7]]
     assert [share([4, 5], slot, 3) for slot in range(3)] == [[4], [5], [4]]
@@ -286,13 +290,14 @@ def test_jobs_have_their_own_cores_and_are_stopped(tmp_path, program):
     _, points = _points(folder, does)
     runner = Runner(points, jobs=2, program=program)
     both = [point.workdir / "waits" for point in points[:2]]
-    stopper = threading.Thread(target=_call_when, args=(both, runner.stop))
+    stopper = threading.Thread(target=_call_when, args=(both, runner.stop, 0.1))
     stopper.start()
     runner.run()
     stopper.join()
     assert runner.stopped and all((point.workdir / "saved").exists() for point in points[:2])
     assert len(_attempts(folder)) == 2
     assert not runner.failed
+    assert "\r[0/4] eps_high=0.2/seed_0 1/2, eps_high=0.3/seed_0 1/2 " in capsys.readouterr().out
     bound = [json.loads((point.workdir / "cores.json").read_text()) for point in points[:2]]
     assert sorted(bound) == [share(cores, slot, 2) for slot in range(2)]
 

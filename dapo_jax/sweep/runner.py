@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dapo_jax.logs.display import format_duration
+from dapo_jax.logs.display import PROGRESS_COLUMNS, format_duration
 from dapo_jax.logs.files import read_rows
 from dapo_jax.printable import printable
 from dapo_jax.sweep.plan import Point
@@ -23,6 +23,7 @@ from sharding import hosts
 
 TRAIN = (sys.executable, "-m", "dapo_jax.train")
 LOG = "output.txt"  # log.txt is the run's own
+LIVE_SECONDS = 2.0  # from one line of progress to the next
 TRIES = 3  # of a run that does not come to its end
 GPU_MEMORY = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 SHOWN_LINES, SHOWN_CHARACTERS = 5, 300  # of a failed run's output
@@ -43,7 +44,7 @@ class Runner:
         self.done = len(points) - len(self._waiting)
         self.failed: list[Point] = []
         self._tries: collections.Counter[Point] = collections.Counter()
-        self._running: set[subprocess.Popen] = set()
+        self._running: dict[Point, subprocess.Popen] = {}
         self._stopping, self._lock = threading.Event(), threading.Lock()
 
     @property
@@ -56,15 +57,33 @@ class Runner:
         with self._lock:
             if not self.stopped:  # once: at its end a process no longer catches a signal
                 self._stopping.set()
-                for process in self._running:
+                for process in self._running.values():
                     process.terminate()
 
     def run(self) -> None:
         """Runs all points that are not done, until none is left or `stop` is called."""
         affinity = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))
         cores = [share(sorted(affinity(0)), slot, self._jobs) for slot in range(self._jobs)]
-        with concurrent.futures.ThreadPoolExecutor(self._jobs) as pool:
-            list(pool.map(self._work, cores))
+        ended = threading.Event()
+        with concurrent.futures.ThreadPoolExecutor(self._jobs + 1) as pool:
+            pool.submit(self._show, ended)
+            try:
+                list(pool.map(self._work, cores))
+            finally:
+                ended.set()
+
+    def _show(self, ended: threading.Event) -> None:
+        """Shows in a terminal how far the running points are, on a line that is written over."""
+        while sys.stdout.isatty() and not ended.wait(LIVE_SECONDS):
+            with self._lock:
+                steps = [f"{it.label} {finished_steps(it)}/{it.num_steps}" for it in self._running]
+                text = f"[{self.done}/{self._points}] {', '.join(steps)}"[:PROGRESS_COLUMNS]
+                print(f"\r{text:{PROGRESS_COLUMNS}}", end="\r", flush=True)
+
+    def _say(self, text: str) -> None:
+        """Prints lines over the line of progress; at once, also where the output is a file."""
+        over = f"\r{'':{PROGRESS_COLUMNS}}\r" if sys.stdout.isatty() else ""
+        print(over + text, flush=True)
 
     def _work(self, cores: Sequence[int]) -> None:
         """Runs one waiting point after the other on these cores."""
@@ -97,14 +116,14 @@ class Runner:
                 env=environment(self._jobs),
                 start_new_session=True,  # a terminal's Ctrl-C is passed on by `stop`, once
             )
-            self._running.add(process)
+            self._running[point] = process
             if self.stopped:
                 process.terminate()
-            print(f"{point.label} begins: {log}", flush=True)
+            self._say(f"{point.label} begins: {log}")
         status = process.wait()
         done = status == 0 and is_done(point)
         with self._lock:
-            self._running.remove(process)
+            del self._running[point]
             self.done += done
             end = "stopped and saved" if status == hosts.RETRYABLE else f"ended with {status}"
             text = f"[{self.done}/{self._points}] {point.label}: {'done' if done else end}, "
@@ -113,7 +132,7 @@ class Runner:
             if not done and status != hosts.RETRYABLE:
                 for line in log.read_text(errors="replace").splitlines()[-SHOWN_LINES:]:
                     text += f"\n  {printable(line[:SHOWN_CHARACTERS])}"
-            print(text, flush=True)  # also where the output is a file
+            self._say(text)
         return done
 
 
