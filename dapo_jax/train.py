@@ -15,6 +15,7 @@ for a while: run the same command again. 1: an error, or no step had an update w
 import contextlib
 import dataclasses
 import pathlib
+from collections.abc import Mapping
 
 import jax
 from absl import flags
@@ -213,10 +214,12 @@ def finish(
         session.close()
         session = None
 
+    found = {step: done.evaluation}
     if run.sets and (ends or (stopped and run.evaluates_in(step + 1))):
-        evaluate_alone(run, state, step + 1)
+        found[step + 1] = evaluate_alone(run, state, step + 1)
 
-    progress = Progress(rollouts.cursor, tokens, row, rollouts.partial, session)
+    scores = with_scores(progress.scores, found, config.checkpoint.best)
+    progress = Progress(rollouts.cursor, tokens, row, rollouts.partial, scores, session)
     if resumable:
         run.snapshots.take(step + 1, state, progress, arrays, force=ends or bool(stopped))
 
@@ -224,11 +227,19 @@ def finish(
     return state, progress, stopped
 
 
-def evaluate_alone(run: start.Run, state: learner.TrainState, finished_steps: int) -> None:
-    """Evaluates all sets in a session of their own."""
+def with_scores(scores: Mapping, found: Mapping[int, Mapping], best: str) -> dict:
+    """Adds what evaluations found, by finished steps, to the scores of checkpoint.best."""
+    of_set = dict(scores.get(best, {}))
+    for finished_steps, row in found.items():
+        of_set |= {str(finished_steps): row[key] for key in row if f"eval/{best}/mean@" in key}
+    return {best: of_set} if best else {}
+
+
+def evaluate_alone(run: start.Run, state: learner.TrainState, finished_steps: int):
+    """Evaluates all sets in a session of their own; returns the scores as keys of a row."""
     session = new_session(run, run.sampler_weights(state.params))
     with evaluate.Evaluation(session, run.sets, first_stream=1) as evaluation:
-        scores_of(run, evaluation, finished_steps)
+        return scores_of(run, evaluation, finished_steps)
 
 
 def scores_of(run: start.Run, evaluation, finished_steps: int) -> dict[str, float]:

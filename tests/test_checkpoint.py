@@ -117,6 +117,17 @@ def test_a_step_is_saved_once_and_the_newest_are_kept(tmp_path):
     assert saved_steps(tmp_path) == [4, 5, 6]
 
 
+def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path):
+    """Scores come a step later, and some without a checkpoint; of equal ones the first counts."""
+    run = Checkpoints(tmp_path, keep=1)
+    known = {"0": 0.9, "1": 0.1, "2": 0.5, "3": 0.5, "5": 0.2}
+    for step in range(1, 6):
+        scores = {at: score for at, score in known.items() if int(at) < step}
+        run.save(step, {"a": jnp.ones(1)}, {"scores": {"aime24": scores}})
+    run.close()
+    assert saved_steps(tmp_path) == [2, 5]
+
+
 def test_a_folder_that_was_moved_is_not_made_anew_in_silence(tmp_path):
     """Orbax made it again, and the run went on to status 0 without its earlier checkpoints."""
     run = Checkpoints(tmp_path / "checkpoints", keep=3)

@@ -15,14 +15,16 @@ class Progress:
     """The state of a run between two steps, beside the training state; saved with a checkpoint.
 
     cursor: of the next unseen prompt. row: that of the last step; None before the first. partial:
-    the unfinished groups that the next step continues. session: has the partial groups' keys and
-    values; None, and not saved, where the next step computes them again.
+    the unfinished groups that the next step continues. scores: mean@k of the set that
+    checkpoint.best names, by its finished steps. session: has the partial groups' keys and values;
+    None, and not saved, where the next step computes them again.
     """
 
     cursor: int = 0
     sampled_tokens_total: int = 0
     row: dict | None = None
     partial: Sequence[PartialGroup] = ()
+    scores: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
     session: Session | None = None
 
     def to_json(self) -> dict:
@@ -32,6 +34,7 @@ class Progress:
             "sampled_tokens_total": self.sampled_tokens_total,
             "row": self.row,
             "partial": [_group_json(group) for group in self.partial],
+            "scores": dict(self.scores),
         }
 
     @classmethod

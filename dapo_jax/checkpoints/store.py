@@ -6,6 +6,7 @@ that fails for a while is retried by gcsfs and TensorStore; where they give up, 
 with status 75, and nothing is taken for damage.
 """
 
+import dataclasses
 import errno
 import functools
 import itertools
@@ -17,6 +18,7 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 from etils import epath
+from orbax.checkpoint.checkpoint_managers import preservation_policy as preservation
 
 from dapo_jax.checkpoints import digests, fingerprint
 from dapo_jax.cli.failures import brief, is_damage, is_transient
@@ -32,6 +34,19 @@ class DamagedError(ValueError):
     """A checkpoint's files are missing, cut short or not what was saved."""
 
 
+@dataclasses.dataclass
+class Best:
+    """Preserves, where Orbax asks, the checkpoint with the highest score. scores: by its step."""
+
+    scores: Mapping[str, float]
+
+    def should_preserve(self, checkpoints: Sequence, *, context) -> list[bool]:
+        """Says of each checkpoint whether it is the best; of equal ones the first is."""
+        scored = [it.step for it in checkpoints if str(it.step) in self.scores]
+        best = max(scored, key=lambda step: self.scores[str(step)], default=None)
+        return [it.step == best for it in checkpoints]
+
+
 class Checkpoints:
     """Checkpoints of (state, progress) in `directory`, named by the number of finished steps.
 
@@ -39,10 +54,10 @@ class Checkpoints:
     is one that all of them see, a bucket's (gs://...) for instance.
 
     state: the pytree of arrays, sharded as they are. progress: a JSON-able dict with the host's
-    side (prompt cursor, counters, the step's metrics row). The newest `keep` are kept, and those
-    whose steps are multiples of `keep_period` (0: of none). fingerprint: what `fingerprint.of_run`
-    says of this run, saved with each checkpoint; where it is set, `restore_latest` refuses a
-    checkpoint of another run.
+    side (prompt cursor, counters, the step's metrics row). The newest `keep` are kept, those whose
+    steps are multiples of `keep_period` (0: of none), and the best by the progress's "scores".
+    fingerprint: what `fingerprint.of_run` says of this run, saved with each checkpoint; where it is
+    set, `restore_latest` refuses a checkpoint of another run.
     """
 
     def __init__(self, directory, *, keep: int | None, keep_period: int = 0):
@@ -52,9 +67,11 @@ class Checkpoints:
         self.fingerprint: dict | None = None
         self._keep = keep
         hosts.on_main(lambda: directory.mkdir(parents=True, exist_ok=True))
+        self._best = Best({})
+        policies = [preservation.LatestN(keep), self._best]
+        policies += [preservation.EveryNSteps(keep_period)] if keep_period else []
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep,
-            keep_period=keep_period or None,
+            preservation_policy=preservation.AnyPreservationPolicy(policies),
             create=False,
             enable_async_checkpointing=False,
             # A run has its folder to itself; what only reads may see one being written.
@@ -93,6 +110,7 @@ class Checkpoints:
         )
         place = self.directory / str(newest)
         kept = newest is not None and self._keep != 1
+        self._best.scores = dict(*progress.get("scores", {}).values())
         try:
             return self._manager.save(step, args=content, force=True)
         finally:  # an error of Orbax's is of that, then

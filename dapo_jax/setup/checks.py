@@ -60,6 +60,9 @@ def check(config: ConfigDict) -> Conditions:
             f"eval.sets.{name} is decoded greedily (temperature = 0): set k to 1, as its "
             f"{settings['k']} responses to a problem would all be the same",
         )
+    best, sets = config.checkpoint.best, eval_settings(config) if config.eval.every_steps else {}
+    message = f"checkpoint.best = {best!r}, but the evaluation sets are {', '.join(sets) or 'none'}"
+    yield best in ("", *sets), message
     training = mixture_settings(config)
     yield bool(training), "data.train.weight = 0, and no set of data.mixture has a weight"
     for key, settings in training.items():
