@@ -51,7 +51,11 @@ class Environments:
     """The environments of a session's data sets, by config key, and their episodes."""
 
     def __init__(self, factories: Mapping[str, Factory], tokenizer: Tokenizer, *, max_turns: int):
-        self._factories, self._tokenizer, self._max_turns = factories, tokenizer, max_turns
+        self._factories = {
+            key: dataclasses.replace(it, reads=tokenizer.tool_calls)
+            for key, it in factories.items()
+        }
+        self._tokenizer, self._max_turns = tokenizer, max_turns
         self._played: dict[Where, _Played] = {}
         self._asked = 0  # of all processes, without answers yet
         self._mine = 0

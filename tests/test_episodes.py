@@ -404,6 +404,38 @@ def test_the_forms_of_calls_are_read():
     assert wrong == "the arguments of f have to be an object"
 
 
+def test_a_models_own_form_of_calls_is_read_by_its_response_template(tmp_path):
+    """Qwen3.5's calls are no JSON; what its template finds no call in is read as the others are."""
+    folder = folder_of(CHATML, ("<|im_start|>", "<|im_end|>"), tmp_path)
+    content = {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"}
+    call_fields = {
+        "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+        "close_pattern": r"</function>\s*</tool_call>",
+        "repeats": True,
+        "content": "xml-inline",
+        "content_args": content,
+        "transform": {
+            "type": "function",
+            "function": {"name": "{name}", "arguments": "{content}"},
+        },
+    }
+    fields = {"tool_calls": call_fields, "content": {"close": "<|im_end|>", "content": "text"}}
+    template = {"start_anchor": "<|im_start|>assistant\n", "fields": fields}
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(config | {"response_template": template})
+    )
+    tokenizer = load(folder, chat="template")
+    given = "<parameter=a>\n6\n</parameter>\n<parameter=b>\n7\n</parameter>\n"
+    turn = f"So:\n<tool_call>\n<function=multiply>\n{given}</function>\n</tool_call>"
+    factory = Factory("x", Tools, 1.0)
+    (environment,) = Environments({"k": factory}, tokenizer, max_turns=2)._factories.values()
+    answers = Episode(environment, EXAMPLE).answer(turn * 2)
+    assert [answer["content"] for answer in answers] == ["42", "42"]
+    (answer,) = Episode(environment, EXAMPLE).answer("<tool_call>multiply")
+    assert answer["content"].startswith("Error: the call is no JSON")
+
+
 class Multiply:
     """SkyRL-Gym's contract: init, and step with observations, reward and done."""
 
@@ -505,6 +537,9 @@ class Letters:
 
     def decode(self, ids):
         return "".join(chr(id) for id in ids if id)
+
+    def tool_calls(self, text, tools):
+        return ()
 
     def between(self, messages, stop_id):
         return [ord(letter) for message in messages for letter in message["content"]]

@@ -40,12 +40,14 @@ class EnvironmentFailed(ValueError):
 class Factory:
     """Makes the environments of a data set.
 
-    name: "module:Class". seconds: the longest that one call may take.
+    name: "module:Class". seconds: the longest that one call may take. reads(text, schemas): a
+    turn's tool calls in the model's own form; where it finds none, `tool_calls` looks.
     """
 
     name: str
     make: Callable[[], Any]
     seconds: float
+    reads: Callable[[str, Sequence[Mapping]], Sequence[Mapping]] = lambda text, schemas: ()
 
     @classmethod
     def of(cls, key: str, name: str, seconds: float) -> "Factory":
@@ -131,7 +133,8 @@ class Episode:
         self.turns += 1
         if self._factory.is_stepped:
             return self._step(text)
-        messages = [self._called(call) for call in tool_calls(text)]
+        calls = self._factory.reads(text, self._factory.schemas()) or tool_calls(text)
+        messages = [self._called(call) for call in calls]
         done = getattr(self._environment, "is_done", None)
         return [] if done and self._outside(done) else messages
 
@@ -259,8 +262,9 @@ async def _awaited(value: Any) -> Any:
 def tool_calls(text: str) -> list[Mapping | str]:
     """Reads the tool calls of a turn: {"name", "arguments"}, or what is wrong with one, a text.
 
-    The forms of Qwen, Hermes and SmolLM (JSON in <tool_call>, one or a list) and of Llama 3 (the
-    turn is the JSON, its arguments are "parameters").
+    The forms of models without a response_template: of Qwen, Hermes and SmolLM (JSON in
+    <tool_call>, one or a list) and of Llama 3 (the turn is the JSON, its arguments are
+    "parameters").
     """
     blocks = _CALL.findall(text)
     bare = text.strip().removeprefix("<|python_tag|>")

@@ -150,6 +150,18 @@ class HuggingFaceTokenizer:
         prompt = self._rendered("a question", add_generation_prompt=True).removesuffix(self.opening)
         return not self._rendered("a question", thought, "more").startswith(prompt + thought)
 
+    def tool_calls(self, text: str, tools: Sequence[Mapping]) -> list[Mapping]:
+        """Reads a turn's calls by the files' response_template; none without one.
+
+        tools: their schemas, which say what type an argument has.
+        """
+        if not getattr(self._tokenizer, "response_template", None):
+            return []
+        prompt = self._rendered("a question", add_generation_prompt=True)
+        message = self._tokenizer.parse_response(text, prefix=prompt, tools=list(tools))
+        found = message.get("tool_calls", ())
+        return [call.get("function", call) for call in found]
+
     def encode_chat(
         self, messages: Sequence[Message], tools: Sequence[Mapping] | None = None
     ) -> list[int]:
@@ -201,6 +213,9 @@ class SentencePieceTokenizer:
 
     def rewrites_turns(self) -> bool:
         return False
+
+    def tool_calls(self, text: str, tools: Sequence[Mapping]) -> list[Mapping]:
+        return []
 
     def encode_chat(self, messages: Sequence[Message], tools=None) -> list[int]:
         return self.encode(plain_text(messages))
