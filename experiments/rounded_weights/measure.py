@@ -1,0 +1,353 @@
+"""Measures what rounding the weights adds to log r in the updates of one step.
+
+Axis letters beside the learner's: U mini-batches of a step, N their trained tokens.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from configs import smollm2_135m, tiny
+from dapo_jax import algorithm, learner, logprobs, rollout, train
+from dapo_jax.checkpoints.progress import Progress
+from dapo_jax.logs.metrics import Stopwatch
+from dapo_jax.setup import start
+from dapo_jax.types import Batch
+from experiments.bfloat16.places import PLACES, nearest
+from models import transformer
+from models.transformer import abstract_params
+from sharding import hosts
+
+RATES = (5e-7, 1e-6, 2e-6, 5e-6, 1e-5)
+MORE_RATES = {"135M": (), "1M": (5e-5, 2e-4)}  # the 1 M model's config has 5e-5
+SPLIT_RATE = 5e-6  # at which also one kind of weight alone has two terms
+# Start weights as a published bfloat16 model has them, and as they are after many updates.
+ON, OFF = "on", "off"
+CONFIGS = {"135M": smollm2_135m.get_config, "1M": tiny.get_config}
+EXPLICIT_BITS = {"bfloat16": 7, "float16": 10}  # of the significand
+KINDS = {  # of weights, by the first letters of their names
+    "embedding": ("embed",),
+    "attention": ("q", "k", "v", "o"),
+    "feed-forward": ("gate", "up", "down"),
+}
+
+
+def spacing(w, dtype: str):
+    """Computes how far apart the numbers of a dtype are at w."""
+    _, exponent = np.frexp(w)
+    lowest = -24 if dtype == "float16" else -133
+    return np.exp2(np.maximum(exponent - 1 - EXPLICIT_BITS[dtype], lowest)).astype(np.float32)
+
+
+def cast(w, dtype: str):
+    """Rounds to the nearest number of a dtype."""
+    return w.astype(jnp.dtype(dtype)).astype(np.float32)
+
+
+def dithered(w):
+    """Rounds to bfloat16 behind an offset of up to half a spacing, the same at every call."""
+    offset = np.random.default_rng(w.size).uniform(-0.5, 0.5, w.shape).astype(np.float32)
+    return cast(w + offset * spacing(w, "bfloat16"), "bfloat16")
+
+
+def two_terms(w):
+    """Rounds to the sum of two bfloat16 numbers."""
+    high = cast(w, "bfloat16")
+    return high + cast(w - high, "bfloat16")
+
+
+WEIGHTS: dict[str, Callable] = {
+    "float32": lambda w: w,
+    "bfloat16": functools.partial(cast, dtype="bfloat16"),
+    "dithered": dithered,
+    "two terms": two_terms,
+    "float16": functools.partial(cast, dtype="float16"),
+}
+
+
+def rounded(params: Any, weights: str) -> Any:
+    """Rounds all weights as an arm does; "two terms: KIND" has bfloat16 elsewhere."""
+    rule, _, kind = weights.partition(": ")
+
+    def one(path, w):
+        name = path[-1].key.partition("_")[0]
+        own = not kind or name in KINDS[kind]
+        return WEIGHTS[rule if own else "bfloat16"](w)
+
+    return jax.tree.map_with_path(one, params)
+
+
+@contextlib.contextmanager
+def rounding_activations(rounds: bool) -> Iterator[None]:
+    """Rounds to bfloat16 what products and the head read in a float32 program traced inside."""
+    if not rounds:
+        yield
+        return
+
+    def product(project, spec, x, w, weights):
+        out = of_models(project, spec, nearest(x), w, weights)
+        return nearest(out) if PLACES.get(spec) == "input of the feed-forward" else out
+
+    def chosen_logprobs(x_BTD, *arguments, **how):
+        return of_learner(nearest(x_BTD), *arguments, **how)
+
+    of_models, of_learner = transformer.product, learner.chosen_logprobs
+    with (
+        mock.patch.object(transformer, "product", product),
+        mock.patch.object(learner, "chosen_logprobs", chosen_logprobs),
+    ):
+        yield
+
+
+@dataclasses.dataclass
+class Step:
+    """One step of a run: its mini-batches, and programs of them.
+
+    log_p[rounds](params, batch): a batch's log-probabilities [N] of its trained tokens, with or
+    without rounded activations.
+    """
+
+    run: start.Run
+    batches: list[Batch]
+
+    @functools.cached_property
+    def log_p(self) -> dict[bool, Callable]:
+        return {rounds: self._log_p(rounds) for rounds in (False, True)}
+
+    def _log_p(self, rounds: bool) -> Callable:
+        how = dataclasses.replace(self.run.programs.learning, old_logprobs="learner")
+        if rounds:
+            attend = how.kernels.attend_rows
+
+            def attend_rows(q_BTNH, k_BTKH, v_BTKH, *numbers):
+                return attend(*map(nearest, (q_BTNH, k_BTKH, v_BTKH)), *numbers)
+
+            kernels = dataclasses.replace(how.kernels, attend_rows=attend_rows)
+            how = dataclasses.replace(how, kernels=kernels)
+        graph, _ = abstract_params(self.run.programs.sizes)
+        of = {"graph": graph, "mesh": self.run.programs.mesh, "learning": how}
+        program = jax.jit(functools.partial(learner.old_logprobs, **of))
+
+        def log_p(params, batch):
+            with rounding_activations(rounds):
+                logp_MBT = program(params, None, batch)
+            return np.asarray(logp_MBT)[trained(batch)]
+
+        return log_p
+
+    def squared_gradients(self, params, batch: Batch, seed: int) -> Any:
+        """Estimates the sum over the trained tokens of the squares of their log p's gradients.
+
+        It is the square of the gradient of their sum with random signs (Hutchinson's estimate).
+        """
+        signs_MBT = np.random.default_rng(seed).choice(np.float32([-1, 1]), batch.weight_BT.shape)
+        signs_MBT = jnp.asarray(np.where(trained(batch), signs_MBT, 0))
+        return jax.tree.map(np.square, jax.device_get(self._signed(params, batch, signs_MBT)))
+
+    @functools.cached_property
+    def _signed(self) -> Callable:
+        programs = self.run.programs
+        graph, _ = abstract_params(programs.sizes)
+        of = {"graph": graph, "mesh": programs.mesh, "learning": programs.learning}
+        keys = ("temperature", "vocab_size")
+        head = {key: getattr(programs.learning, key) for key in keys} | {"mesh": programs.mesh}
+
+        def of_micro(params, micro, signs_BT):
+            x_BTD, head_DV = learner.forward(params, None, micro, **of)
+            total, *_ = logprobs.head_loss(
+                x_BTD,
+                head_DV,
+                micro.target_BT,
+                signs_BT,
+                lambda logp, sign: (sign * logp, {}),
+                **head,
+            )
+            return total
+
+        def whole(params, batch, signs_MBT):
+            def add(i, total):
+                micro = learner.micro_batch(batch, i)
+                return jax.tree.map(jnp.add, total, jax.grad(of_micro)(params, micro, signs_MBT[i]))
+
+            zero = jax.tree.map(jnp.zeros_like, params)
+            return jax.lax.fori_loop(0, batch.num_micro, add, zero)
+
+        return jax.jit(whole)
+
+
+def trained(batch: Batch) -> np.ndarray:
+    """Marks the tokens with a weight, [M, B, T]."""
+    return np.asarray(batch.weight_BT) != 0
+
+
+@contextlib.contextmanager
+def sampled(model: str, seed: int, workdir: pathlib.Path) -> Iterator[Step]:
+    """Samples a config's first step in float32, and packs its mini-batches."""
+    config = CONFIGS[model]()
+    config.seed, config.eval.every_steps, config.mesh.cpu_devices = seed, 0, 1
+    with contextlib.ExitStack() as stack:
+        run, state, _ = start.open_run(config, workdir / f"{model}_{seed}", None, stack)
+        rollouts, _, _ = train.sample(run, 0, state, Progress(), Stopwatch())
+        reward_PG = train.reward(config, rollouts)
+        advantage_PG = train.advantage(config, rollouts, reward_PG)
+        per_update = config.rollout.num_prompts // config.updates_per_step
+        batches = [
+            learner.minibatch(
+                [rollouts.sampled[p] for p in chosen],
+                advantage_PG[chosen],
+                run.programs.learning,
+                run.programs.mesh,
+            )
+            for chosen in rollout.minibatches(rollouts.kept, groups_per_update=per_update)
+        ]
+        yield Step(run, batches)
+
+
+def trajectory(step: Step, params, rate: float) -> list:
+    """Takes the step's updates in float32: the weights before each, on the host."""
+    state, found = step.run.programs.start_state(), []
+    state = dataclasses.replace(state, params=hosts.place(params, shardings(state.params)))
+    for batch in step.batches:
+        found.append(jax.device_get(state.params))
+        state, _ = step.run.update(state, None, batch, rate)
+    return found
+
+
+def arms(rate: float, grid: str) -> list[tuple[str, bool]]:
+    """Lists (weights, whether activations are rounded)."""
+    if grid == ON:
+        return [("float32", False), ("bfloat16", False), ("dithered", False)]
+    found = [(weights, rounds) for weights in WEIGHTS for rounds in (False, True)]
+    split = [(f"two terms: {kind}", False) for kind in KINDS]
+    return found + (split if rate == SPLIT_RATE else [])
+
+
+def started(params, grid: str):
+    """Puts start weights on bfloat16's grid, or by chance between its points."""
+    if grid == ON:
+        return rounded(params, "bfloat16")
+
+    def one(w):
+        offset = np.random.default_rng(w.size + 1).uniform(-0.5, 0.5, w.shape)
+        return cast(w, "bfloat16") + (offset * spacing(w, "bfloat16")).astype(np.float32)
+
+    return jax.tree.map(one, params)
+
+
+def shardings(tree):
+    """Returns where arrays lie."""
+    return jax.tree.map(lambda array: array.sharding, tree)
+
+
+def of_seed(model: str, seed: int, workdir: pathlib.Path) -> list[dict]:
+    """Measures all arms of one step; a row is an arm at a learning rate."""
+    with sampled(model, seed, workdir) as step:
+        published = jax.device_get(step.run.programs.start_state().params)
+        return [
+            {"model": model, "seed": seed, "start": grid, **row}
+            for grid in (OFF, ON)
+            for row in of_start(step, started(published, grid), grid, (*RATES, *MORE_RATES[model]))
+        ]
+
+
+def of_start(step: Step, params, grid: str, rates: Sequence[float]) -> Iterator[dict]:
+    """Yields the rows of one start."""
+    advantage_N, weight_N = (
+        np.concatenate([np.asarray(getattr(batch, name))[trained(batch)] for batch in step.batches])
+        for name in ("advantage_BT", "weight_BT")
+    )
+    count_U = [int(trained(batch).sum()) for batch in step.batches]
+    later = list(enumerate(step.batches))[1:]  # at the first every ratio is 1
+    squares = {u: step.squared_gradients(params, batch, seed=u) for u, batch in later}
+    old, shapes = {}, {}
+    for arm in arms(SPLIT_RATE, grid):
+        weights = rounded(params, arm[0])
+        old[arm] = {u: step.log_p[arm[1]](weights, batch) for u, batch in later}
+    for rate in rates:
+        path, log_r = trajectory(step, params, rate), {}
+        for arm in arms(rate, grid):
+            parts = [np.zeros(count_U[0], np.float32)]
+            for u, batch in later:
+                parts.append(step.log_p[arm[1]](rounded(path[u], arm[0]), batch) - old[arm][u])
+            log_r[arm] = np.concatenate(parts)
+            exact_N = log_r["float32", False]
+            moved = changed(rounded(path[-1], arm[0]), rounded(params, arm[0]))
+            row = {"rate": rate, "weights": arm[0], "moved": moved}
+            row |= {"activations": "bfloat16" if arm[1] else "float32"}
+            row |= described(log_r[arm], exact_N, advantage_N, weight_N)
+            if arm[0] in EXPLICIT_BITS and not arm[1]:
+                total = sum(variance(params, path[u], squares[u], arm[0]) for u, _ in later)
+                std, extra_N = np.sqrt(total / sum(count_U)), log_r[arm] - exact_N
+                # The extra's shape is that of the lowest rate.
+                shapes.setdefault(
+                    arm, np.random.default_rng(0).permutation(extra_N / extra_N.std())
+                )
+                drawn = clipped(exact_N + std * shapes[arm], advantage_N)
+                row |= {"formula_std": float(std)}
+                row |= {f"formula_{bound}": share for bound, share in drawn.items()}
+            print(row, flush=True)
+            yield row
+
+
+def shuffled(value_N):
+    """Gives each token another one's value."""
+    return np.random.default_rng(0).permutation(value_N)
+
+
+def variance(start_params, params, squares, dtype: str) -> float:
+    """Adds up, over all weights, squares * d (u - d): the formula, of all tokens together."""
+
+    def one(w, later, square):
+        u = spacing(w, dtype)
+        share = np.abs(later - w) / u % 1
+        return float(np.sum(square * u**2 * share * (1 - share), dtype=np.float64))
+
+    return sum(jax.tree.leaves(jax.tree.map(one, start_params, params, squares)))
+
+
+def changed(one, other) -> float:
+    """Returns the share of weights that differ."""
+    pairs = list(zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
+    return float(sum(np.sum(a != b) for a, b in pairs) / sum(a.size for a, _ in pairs))
+
+
+def held(log_r_N, advantage_N) -> dict[str, np.ndarray]:
+    """Marks the tokens that Eq. 8 clips, by bound."""
+    bounds = {"eps_low": 0.2, "eps_high": 0.28, "dual_clip": 10.0}
+    found = algorithm.clip_indicators(log_r_N, np.zeros_like(log_r_N), advantage_N, **bounds)
+    return {bound: np.asarray(found[bound]) for bound in ("low", "high")}
+
+
+def clipped(log_r_N, advantage_N) -> dict[str, float]:
+    """Returns the shares of tokens that Eq. 8 clips, by bound."""
+    return {bound: float(np.mean(it)) for bound, it in held(log_r_N, advantage_N).items()}
+
+
+def described(log_r_N, exact_N, advantage_N, weight_N) -> dict[str, float]:
+    """Describes log r: its size, what is clipped, and how much of it float32 has too."""
+    size_N, extra_N = np.abs(log_r_N), log_r_N - exact_N
+    force_N = np.abs(advantage_N * weight_N)
+    held_N = np.any(list(held(log_r_N, advantage_N).values()), axis=0)
+    return {
+        "tokens": len(log_r_N),
+        "mean": float(size_N.mean()),
+        "p99": float(np.quantile(size_N, 0.99)),
+        "extra_std": float(extra_N.std()),
+        "correlation": float(np.corrcoef(log_r_N, exact_N)[0, 1]),
+        "unclipped": float(force_N[~held_N].sum() / force_N.sum()),
+        **clipped(log_r_N, advantage_N),
+    }
+
+
+def measure(workdir: pathlib.Path, seeds: Sequence[int]) -> list[dict]:
+    """Measures both models."""
+    hosts.start(several=False, cpu_devices=1)
+    return [row for model in CONFIGS for seed in seeds for row in of_seed(model, seed, workdir)]
