@@ -34,6 +34,7 @@ from dapo_jax.sweep.__main__ import sweep
 
 HERE = pathlib.Path(__file__).parent
 ROWS, RESULT, FIGURE = "rows.jsonl.gz", "result.md", "figure.png"
+MEASURED = "rows.jsonl"  # of a `Measured`
 SETTINGS = {"log.rollouts_every_steps": "0", "log.samples_every_steps": "0"}  # of all studies
 DEFAULTS = json.loads(json.dumps({name: key.default for name, key in KEYS.items()}))
 CLIPPED = tuple(
@@ -155,8 +156,33 @@ class Study:
         return kept, missing
 
 
-def load(name: str) -> Study:
-    """The Study of a folder; raises ValueError, with what there is, for another name."""
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """A study of numbers that no run's rows have.
+
+    measure(workdir, seeds): the rows, each with its "seed". result(rows): Markdown. figure(rows).
+    """
+
+    measure: Callable[[pathlib.Path, Sequence[int]], list[dict]]
+    result: Callable[[list[dict]], str]
+    figure: Callable[[list[dict]], plots.Figure]
+    seeds: Sequence[int] = (0, 1, 2)
+
+    def read(self, folder: pathlib.Path, made: pathlib.Path | None, seeds: Sequence[int]):
+        """Returns (the text, the figure); measures these seeds first where `made` is a folder."""
+        file = folder / MEASURED
+        lines = file.read_text().splitlines() if file.exists() else []
+        rows = [json.loads(line) for line in lines]
+        if made:
+            rows = [row for row in rows if row["seed"] not in seeds] + self.measure(made, seeds)
+            rows.sort(key=lambda row: row["seed"])
+            with atomic_file(file) as out:
+                out.write("".join(json.dumps(row) + "\n" for row in rows).encode())
+        return self.result(rows), self.figure(rows)
+
+
+def load(name: str) -> Study | Measured:
+    """The study of a folder; raises ValueError, with what there is, for another name."""
     names = sorted(file.parent.name for file in HERE.glob("*/study.py"))
     if name not in names:
         raise ValueError(f"there is no study {name!r}; there are {', '.join(names)}")
@@ -316,17 +342,24 @@ def main(argv: Sequence[str]) -> None:
         seeds = [int(seed) for seed in flags.FLAGS.seeds] or study.seeds
         if not set(seeds) <= set(study.seeds):
             raise ValueError(f"--seeds={seeds}: the study's are {[*study.seeds]}")
-        if flags.FLAGS.workdir:
-            workdir = pathlib.Path(flags.FLAGS.workdir)
+        workdir = pathlib.Path(flags.FLAGS.workdir) if flags.FLAGS.workdir else None
+        if isinstance(study, Measured):
+            text, drawn = study.read(folder, workdir, seeds)
+            return write(folder, text, drawn)
+        if workdir:
             sweep(dataclasses.replace(study, seeds=seeds).plan(), workdir, jobs=flags.FLAGS.jobs)
             add_rows(study, workdir / ROWS, folder)
         runs = read_rows_file(folder / ROWS)
     except (FileNotFoundError, ValueError) as error:
         sys.exit(f"experiments.study: {error}")
-    text = result(study, runs)
+    return write(folder, result(study, runs), figure(study, runs))
+
+
+def write(folder: pathlib.Path, text: str, drawn: plots.Figure) -> None:
+    """Writes and prints a study's result."""
     with atomic_file(folder / RESULT) as file:
         file.write(text.encode())
-    plots.save(figure(study, runs), folder / FIGURE)
+    plots.save(drawn, folder / FIGURE)
     print(text)
 
 

@@ -26,11 +26,12 @@ from models import transformer
 from models.transformer import abstract_params
 from sharding import hosts
 
-RATES = (5e-7, 1e-6, 2e-6, 5e-6, 1e-5)
-MORE_RATES = {"135M": (), "1M": (5e-5, 2e-4)}  # the 1 M model's config has 5e-5
+FIVE = (5e-7, 1e-6, 2e-6, 5e-6, 1e-5)
+MORE = (*FIVE, 5e-5, 2e-4)  # the 1 M model's config has 5e-5
 SPLIT_RATE = 5e-6  # at which also one kind of weight alone has two terms
-# Start weights as a published bfloat16 model has them, and as they are after many updates.
+# bfloat16's grid: start weights as a published bfloat16 model has them, and as they are after many updates.
 ON, OFF = "on", "off"
+RATES = {"135M": {OFF: FIVE, ON: (1e-6, 5e-6)}, "1M": {OFF: MORE, ON: MORE}}
 CONFIGS = {"135M": smollm2_135m.get_config, "1M": tiny.get_config}
 EXPLICIT_BITS = {"bfloat16": 7, "float16": 10}  # of the significand
 KINDS = {  # of weights, by the first letters of their names
@@ -225,9 +226,9 @@ def arms(rate: float, grid: str) -> list[tuple[str, bool]]:
     """Lists (weights, whether activations are rounded)."""
     if grid == ON:
         return [("float32", False), ("bfloat16", False), ("dithered", False)]
-    found = [(weights, rounds) for weights in WEIGHTS for rounds in (False, True)]
-    split = [(f"two terms: {kind}", False) for kind in KINDS]
-    return found + (split if rate == SPLIT_RATE else [])
+    more = [("float32", True), ("bfloat16", True)]
+    more += [(f"two terms: {kind}", False) for kind in KINDS]
+    return [(weights, False) for weights in WEIGHTS] + (more if rate == SPLIT_RATE else [])
 
 
 def started(params, grid: str):
@@ -254,7 +255,7 @@ def of_seed(model: str, seed: int, workdir: pathlib.Path) -> list[dict]:
         return [
             {"model": model, "seed": seed, "start": grid, **row}
             for grid in (OFF, ON)
-            for row in of_start(step, started(published, grid), grid, (*RATES, *MORE_RATES[model]))
+            for row in of_start(step, started(published, grid), grid, RATES[model][grid])
         ]
 
 
