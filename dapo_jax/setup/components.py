@@ -306,6 +306,7 @@ def programs(config: ConfigDict, vocab_size: int, *, devices=None) -> Programs:
     """
     sizes = model_sizes(config)
     checks.check_vocabulary(vocab_size, sizes)
+    checks.check_targets(config, sizes)
     mesh = mesh_of(config, devices)
     kernels = kernels_for(config.model.kernels, platform_of(mesh))
     how = learning(config, vocab_size, kernels, routes=sizes.routes)
