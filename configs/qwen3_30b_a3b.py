@@ -12,8 +12,8 @@ from configs import base
 def get_config(preset: str = ""):
     config = base.on_dapo_math("Qwen/Qwen3-30B-A3B-Base", "30b_a3b", "qwen3_moe")
     config.num_steps = 330
-    config.rollout.cache_mib = 40_960  # of 95 GiB a v5p chip
-    config.rollout.slot_tokens = 3_072  # as in qwen2_5_32b.py
+    config.rollout.cache_mib = 53_248  # of 95 GiB a v5p chip
+    config.rollout.slot_tokens = 4_096  # a slot for every response of a step
     config.learner.micro_batch_rows = 16
     config.mesh.model = 4  # the 4 key/value heads
     return base.apply_preset(config, preset)
