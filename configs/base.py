@@ -243,6 +243,8 @@ KEYS = {
                              choices=("sampler", "learner")),
     "algo.tis_cap": Key(0.0, "cap on a token's weight of learner to sampler, where old_logprobs = "
                         "learner; 0.0: no weight", at_least=0),
+    "algo.replay_routes": Key(True, "the learner sends tokens to the experts that the sampler "
+                              "chose, where the model has any (arXiv 2510.11370)"),
     "algo.dynamic_sampling": Key(True, "Eq. 11"),
     "algo.filter_groups": Key("correctness", "Eq. 11's; or \"reward\": lengths pass groups too",
                               choices="dapo_jax.algorithm:FILTERS"),

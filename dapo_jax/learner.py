@@ -57,6 +57,7 @@ class Learning(dataclasses.make_dataclass("LossAndLearnerKeys", _KEYS, frozen=Tr
     """The constants of an update: all keys of algo and learner (configs/base.py), and some more.
 
     temperature: the sampler's. vocab_size: the tokenizer's. update_responses: of a mini-batch.
+    routes: the model's, ModelConfig.routes.
     """
 
     compute_dtype: str = "bfloat16"
@@ -65,6 +66,7 @@ class Learning(dataclasses.make_dataclass("LossAndLearnerKeys", _KEYS, frozen=Tr
     max_response_tokens: int = 0
     update_responses: int = 0
     lora: Lora | None = None
+    routes: tuple[int, ...] = ()
     kernels: Kernels | None = None
 
 
@@ -181,6 +183,7 @@ def make_batch(groups: Sequence[Group], advantage_PG: np.ndarray, learning: Lear
         row_lengths=row_lengths(s),
         micro_batch_rows=s.micro_batch_rows,
         share_prompts=s.kernels.shares_prompts,
+        routes=s.routes,
     )
     if s.policy_loss == "kl_cov":
         packed.is_high_cov_BT[:] = high_covariance(
@@ -189,29 +192,37 @@ def make_batch(groups: Sequence[Group], advantage_PG: np.ndarray, learning: Lear
     return into_micro_batches(packed, num_micro=num_micro(s), rows=s.micro_batch_rows)
 
 
-def batch_shardings(mesh) -> Batch:
+def batch_shardings(mesh, *, routes=()) -> Batch:
     """Shards a batch [M, B, T] by rows."""
-    rows = dict.fromkeys(Batch.row_fields(), rules.micro_batches(mesh))
+    names = [*Batch.row_fields(), *(["route_BTLA"] if routes else [])]
+    rows = dict.fromkeys(names, rules.micro_batches(mesh))
     return Batch(**rows, num_micro=rules.replicated(mesh))
 
 
 def minibatch(groups, advantage_PG, learning: Learning, mesh) -> Batch:
     """Makes one update's batch on the mesh."""
-    return hosts.place(make_batch(groups, advantage_PG, learning), batch_shardings(mesh))
+    shardings = batch_shardings(mesh, routes=learning.routes)
+    return hosts.place(make_batch(groups, advantage_PG, learning), shardings)
 
 
 def abstract_batch(learning: Learning, row_tokens: int, mesh) -> Batch:
     """Stands for a batch on the mesh, with rows of one length, where an update is lowered."""
     shape = (num_micro(learning), learning.micro_batch_rows, row_tokens)
     rows = {name: jax.ShapeDtypeStruct(shape, d) for name, d in Batch.row_fields().items()}
+    if learning.routes:
+        rows["route_BTLA"] = jax.ShapeDtypeStruct((*shape, *learning.routes), jnp.uint8)
     used = jax.ShapeDtypeStruct((), jnp.int32)
-    return rules.abstract(Batch(**rows, num_micro=used), batch_shardings(mesh))
+    shardings = batch_shardings(mesh, routes=learning.routes)
+    return rules.abstract(Batch(**rows, num_micro=used), shardings)
 
 
 def forward(weights, adapters, micro: Batch, *, graph, mesh, learning: Learning):
-    """Runs the model on a micro-batch: (x_BTD of the last layer, head_DV), which make the logits.
+    """Runs the model on a micro-batch: (x_BTD of the last layer, head_DV, differ_BT).
 
-    adapters: LoRA's or None, taken layer by layer: the adapted weights never exist all at once.
+    The first two make the logits. adapters: LoRA's or None, taken layer by layer: the adapted
+    weights never exist all at once. differ_BT: the share of layers that would have chosen other
+    experts than the sampler did; None for a model without. Where algo.replay_routes says so, tokens
+    go to the sampler's experts (R3, arXiv 2510.11370), weighed by this policy's router.
     """
     # Each device pairs its queries with its own keys and values.
     rules.require_whole_heads(weights["layers"]["k_DKH"].shape[-2], mesh.shape["model"])
@@ -235,18 +246,27 @@ def forward(weights, adapters, micro: Batch, *, graph, mesh, learning: Learning)
         adapt = adapted if learning.compute_dtype == "float32" else beside
         how["adapt"] = functools.partial(adapt, scale=learning.lora.scale)
 
-    def hidden(weights, adapters, tokens_BT, position_BT, segment_BT, branch_BT):
+    def hidden(weights, adapters, tokens_BT, position_BT, segment_BT, branch_BT, *routes):
         def attend(q_BTNH, k_BTKH, v_BTKH):
             return kernels.attend_rows(q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT)
 
         model = nnx.merge(graph, weights)
-        return model.hidden(tokens_BT, position_BT, attend, adapters=adapters, **how)
+        run = functools.partial(model.hidden, adapters=adapters, **how)
+        if not routes:
+            return run(tokens_BT, position_BT, attend)
+        sampled_LBTA = jnp.moveaxis(routes[0], 2, 0)
+        given_LBTA = sampled_LBTA if learning.replay_routes else None
+        x_BTD, chosen_LBTA = run(tokens_BT, position_BT, attend, routes_LBTA=given_LBTA)
+        shared_LBTA = (chosen_LBTA[..., None] == sampled_LBTA[..., None, :]).any(axis=-1)
+        return x_BTD, jnp.mean(~shared_LBTA.all(axis=-1), axis=0, dtype=jnp.float32)
 
     parameters = (weights, adapters or ())
     specs = [rules.param_specs(mesh, param_axes(tree), tree, rules.LEARNER) for tree in parameters]
     rows_BT = (micro.tokens_BT, micro.position_BT, micro.segment_BT, micro.branch_BT)
+    rows_BT += () if micro.route_BTLA is None else (micro.route_BTLA,)
     run = rules.by_parts(hidden, mesh, params=specs, rows=len(rows_BT), tokens=tokens)
-    return run(*parameters, *rows_BT), nnx.merge(graph, weights).head()
+    x_BTD, differ_BT = run(*parameters, *rows_BT)
+    return x_BTD, nnx.merge(graph, weights).head(), differ_BT
 
 
 def weights_and_adapters(params, start_weights, learning: Learning):
@@ -263,11 +283,13 @@ def micro_batch_loss(params, start_weights, micro: Batch, *, graph, mesh, learni
     """Computes a micro-batch's share of the loss: (loss, {metric: sum over response tokens})."""
     run = functools.partial(forward, micro=micro, graph=graph, mesh=mesh, learning=learning)
     head = {"temperature": learning.temperature, "vocab_size": learning.vocab_size, "mesh": mesh}
-    x_BTD, head_DV = run(*weights_and_adapters(params, start_weights, learning))
+    x_BTD, head_DV, differ_BT = run(*weights_and_adapters(params, start_weights, learning))
     reference_logp_BT = entropy_weight = None
     if learning.kl_coef > 0:
-        reference_logp_BT, _ = chosen_logprobs(*run(start_weights, None), micro.target_BT, **head)
-    micro = dataclasses.replace(micro, num_micro=None, reference_logp_BT=reference_logp_BT)
+        of_start = run(start_weights, None)[:2]
+        reference_logp_BT, _ = chosen_logprobs(*of_start, micro.target_BT, **head)
+    of_token = {"num_micro": None, "route_BTLA": None, "reference_logp_BT": reference_logp_BT}
+    micro = dataclasses.replace(micro, **of_token)
     evaluate = head_loss if learning.ratio == "token" else head_loss_of_rows
     loss_of = functools.partial(token_loss, learning=learning)
     if learning.entropy_coef > 0:
@@ -276,8 +298,10 @@ def micro_batch_loss(params, start_weights, micro: Batch, *, graph, mesh, learni
             return -learning.entropy_coef * token.weight_BT
 
     head["entropy_weight"] = entropy_weight
-    loss, *found = evaluate(x_BTD, head_DV, micro.target_BT, micro, loss_of, **head)
-    return loss, metric_sums(micro, *found)
+    loss, *found, indicators = evaluate(x_BTD, head_DV, micro.target_BT, micro, loss_of, **head)
+    if differ_BT is not None:
+        indicators = indicators | {"routes/differ": differ_BT}
+    return loss, metric_sums(micro, *found, indicators)
 
 
 def old_logprobs(params, start_weights, batch: Batch, *, graph, mesh, learning: Learning):
@@ -292,8 +316,8 @@ def old_logprobs(params, start_weights, batch: Batch, *, graph, mesh, learning: 
 
     def of_micro_batch(i, old_logp_MBT):
         micro = micro_batch(batch, i)
-        x_BTD, head_DV = forward(*policy, micro, graph=graph, mesh=mesh, learning=learning)
-        logp_BT, _ = chosen_logprobs(x_BTD, head_DV, micro.target_BT, **head)
+        logits = forward(*policy, micro, graph=graph, mesh=mesh, learning=learning)[:2]
+        logp_BT, _ = chosen_logprobs(*logits, micro.target_BT, **head)
         by_learner_BT = micro.is_on_policy_BT | (learning.old_logprobs == "learner")
         old_logp_BT = jnp.where(by_learner_BT, logp_BT, micro.behavior_logp_BT)
         return old_logp_MBT.at[i].set(old_logp_BT)

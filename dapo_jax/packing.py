@@ -32,11 +32,12 @@ def pack(
     row_lengths: Sequence[int],
     micro_batch_rows: int,
     share_prompts: bool,
+    routes: tuple[int, ...] = (),
 ) -> Batch:
     """Packs the responses of all groups into the rows that `plan_update` finds: a [B, T] batch.
 
-    weight_PGT: each token's weight in the loss, from algorithm.token_weights. What no piece covers
-    stays zero.
+    weight_PGT: each token's weight in the loss, from algorithm.token_weights. routes: (L, A) where
+    the responses have routes. What no piece covers stays zero.
     """
     rows, row_tokens = plan_update(
         [len(group.prompt.token_ids) for group in groups],
@@ -47,7 +48,8 @@ def pack(
     )
     shape = (len(rows), row_tokens)
     fields = {name: np.zeros(shape, dtype) for name, dtype in Batch.row_fields().items()}
-    batch = Batch(**fields, num_micro=None)
+    route_BTLA = np.zeros((*shape, *routes), np.uint8) if routes else None
+    batch = Batch(**fields, num_micro=None, route_BTLA=route_BTLA)
     for b, pieces in enumerate(rows):
         end = branch = 0
         for segment, (p, samples) in enumerate(pieces, start=1):
@@ -71,6 +73,10 @@ def pack(
                 batch.weight_BT[b, answer] = weight_PGT[p, g, :length]
                 batch.is_response_BT[b, answer] = response.sampled_T
                 batch.is_on_policy_BT[b, answer] = not response.ends
+                if routes:
+                    of_prompt = slice(start, start + len(prompt) - 1)
+                    batch.route_BTLA[b, of_prompt] = response.route_TLA[: len(prompt) - 1]
+                    batch.route_BTLA[b, answer] = response.route_TLA[len(prompt) - 1 :]
                 end = answer.stop
             batch.segment_BT[b, start:end] = segment
     return batch
@@ -148,14 +154,16 @@ def into_micro_batches(batch: Batch, *, num_micro: int, rows: int) -> Batch:
     Rows are sorted by attention's work, the most first, so that those of a micro-batch, which
     devices compute side by side, have about as much to do.
     """
-    used, row_tokens = batch.tokens_BT.shape
+    used = len(batch.tokens_BT)
     keys_seen_B = np.sum((batch.position_BT + 1.0) * (batch.segment_BT > 0), axis=1)
     by_work = np.argsort(-keys_seen_B, kind="stable")
 
     def spread(array):
-        full = np.zeros((num_micro * rows, row_tokens), array.dtype)
+        full = np.zeros((num_micro * rows, *array.shape[1:]), array.dtype)
         full[:used] = array[by_work]
-        return full.reshape(num_micro, rows, row_tokens)
+        return full.reshape(num_micro, rows, *array.shape[1:])
 
     fields = {name: spread(getattr(batch, name)) for name in Batch.row_fields()}
+    if batch.route_BTLA is not None:
+        fields["route_BTLA"] = spread(batch.route_BTLA)
     return dataclasses.replace(batch, **fields, num_micro=np.int32(-(-used // rows)))

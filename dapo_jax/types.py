@@ -75,8 +75,10 @@ class Response:
     where it was cut off at the length limit. text and verdict are None until it is graded. ends:
     how many tokens it had at the ends of earlier steps (partial rollouts). given_T bool: the tokens
     of an environment, between the turns of an episode, which no policy sampled and no loss has;
-    None: there are none. measures: of the episode, as `Verdict.measures`. turns: what its sides
-    said, once it is graded.
+    None: there are none. route_TLA uint8: the experts that each token was sent to in each layer,
+    those of the prompt but for its last token first; entry by entry what packing.py has of both.
+    None: the model has no experts. measures: of the episode, as `Verdict.measures`. turns: what its
+    sides said, once it is graded.
     """
 
     tokens_T: np.ndarray
@@ -86,6 +88,7 @@ class Response:
     verdict: Verdict | None = None
     ends: tuple[int, ...] = ()
     given_T: np.ndarray | None = None
+    route_TLA: np.ndarray | None = None
     measures: Mapping[str, float] | None = None
     turns: Sequence[Message] | None = None
 
@@ -289,7 +292,8 @@ class Batch:
     the learner has recomputed it. is_on_policy: tokens of groups that began in this step.
     is_response: tokens that a policy sampled.
     is_high_cov: the tokens that KL-Cov holds back. reference_logp: the start policy's, for a KL
-    term. Of the micro-batches the first `num_micro` are in use.
+    term. route_BTLA: the experts that the sampler sent each token to, uint8; None without any. Of
+    the micro-batches the first `num_micro` are in use.
     """
 
     tokens_BT: Ints
@@ -306,6 +310,7 @@ class Batch:
     is_high_cov_BT: Bools
     num_micro: Any
     reference_logp_BT: Any = None
+    route_BTLA: Any = None
 
     @classmethod
     def row_fields(cls) -> dict[str, np.dtype]:

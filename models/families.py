@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from models.parameters import ModelConfig
 
-BUILT_IN = {name: f"models.{name}" for name in ("qwen2", "qwen3", "llama")}
+BUILT_IN = {name: f"models.{name}" for name in ("qwen2", "qwen3", "qwen3_moe", "llama")}
 
 
 @dataclasses.dataclass(frozen=True)

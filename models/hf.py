@@ -6,6 +6,8 @@ parameter's shards while loading, one layer's parameter while saving.
 """
 
 import collections
+import dataclasses
+import functools
 import itertools
 import math
 import re
@@ -68,7 +70,7 @@ def load_params(path, config: ModelConfig, *, dtype, shardings=None) -> dict[str
     lm_head that differs from the embedding though config.json ties the two.
     """
     path, dtype = epath.Path(path), jnp.dtype(dtype)
-    found = _headers(path)
+    found = _headers(path, config)
     _check(path, found, config)
     if config.tie_embeddings and HEAD.tensor in found:
         _check_tied(found[HEAD.tensor], found[EMBED.tensor])
@@ -92,7 +94,7 @@ def check_files(path, config: ModelConfig, *, needed: bool = False) -> None:
     """
     path = epath.Path(path)
     if needed or (path / WEIGHTS_FILE).exists() or (path / INDEX_FILE).exists():
-        _check(path, _headers(path), config)
+        _check(path, _headers(path, config), config)
 
 
 def save_hf(
@@ -134,9 +136,10 @@ def save_hf(
     path.mkdir(parents=True, exist_ok=True)
     for file, names in split.filename_to_tensors.items():
         shapes = {name: tensors[name][0] for name in names}
+        fetched = functools.lru_cache(1)(functools.partial(_fetched, params))  # of all experts
         arrays = (
-            _to_file(_fetched(params, parameter.name, layer), parameter, config, dtype)
-            for _, parameter, layer in map(tensors.get, names)
+            _to_file(fetched(parameter.name, *number[:1])[number[1:]], parameter, config, dtype)
+            for _, parameter, number in map(tensors.get, names)
         )
         hf_stream.write(path / file, shapes, dtype, arrays)
     if split.is_sharded:
@@ -145,37 +148,43 @@ def save_hf(
     write_json(path / CONFIG_FILE, content)  # last: with it the directory is complete
 
 
-def _tensors(config) -> Iterator[tuple[str, tuple[int, ...], Parameter, int | None]]:
-    """Lists (file's name, file's shape, parameter, layer or None) of every tensor of a model."""
+def _tensors(config) -> Iterator[tuple[str, tuple[int, ...], Parameter, tuple[int, ...]]]:
+    """Lists (file's name, file's shape, parameter, number) of every tensor of a model.
+
+    number: () or (layer,) or (layer, expert), the tensor's place at the front of our array.
+    """
+    sizes = config.axis_sizes
     runs = itertools.groupby(config.parameters.values(), lambda parameter: parameter.stacked)
     for stacked, parameters in runs:
         parameters = tuple(parameters)
-        for layer in range(config.num_layers) if stacked else (None,):
+        for layer in [(i,) for i in range(config.num_layers)] if stacked else [()]:
             for p in parameters:
-                yield p.tensor.format(layer), p.tensor_shape(config.axis_sizes), p, layer
+                for expert in np.ndindex(*(sizes[axis] for axis in p.numbered)):
+                    number = (*layer, *expert)
+                    yield p.tensor.format(*number), p.tensor_shape(sizes), p, number
 
 
 def _load(found, parameter, shape, config, dtype, sharding):
     """Loads one parameter as a global array, from its tensors in the files (one a layer)."""
-    sizes, axes = config.axis_sizes, parameter.axes
-    stored, stacked = parameter.layout.replace(" ", ""), parameter.stacked
-    layers = range(shape[0] if stacked else 1)
-    tensors = [found[parameter.tensor.format(layer)] for layer in layers]
+    sizes, axes = config.axis_sizes, parameter.axes.removeprefix(parameter.numbered)
+    stored = parameter.layout.replace(" ", "")
+    leading = len(shape) - len(axes)
+    numbers = list(np.ndindex(shape[:leading]))
+    tensors = [found[parameter.tensor.format(*number)] for number in numbers]
     shards = {}  # place -> host array; several devices may share one
     for index in sharding.addressable_devices_indices_map(shape).values():
         place = _place(index, shape)
         if place not in shards:
             shards[place] = np.empty([stop - start for start, stop in place], dtype)
 
-    def read(layer, tensor):
+    def read(number, tensor):
         targets = collections.defaultdict(list)  # rows of the tensor -> (columns, array to fill)
         for place, array in shards.items():
-            if stacked:
-                (start, stop), *place = place
-                if not start <= layer < stop:
-                    continue
-                array = array[layer - start]
-            by_axis = dict(zip(axes, place, strict=True))
+            first = zip(number, place, strict=False)
+            if not all(start <= n < stop for n, (start, stop) in first):
+                continue
+            array = array[*(n - start for n, (start, _) in zip(number, place, strict=False))]
+            by_axis = dict(zip(axes, place[leading:], strict=True))
             rows, *columns = (by_axis[axis] for axis in stored)
             columns = tuple(slice(*column) for column in columns)
             array = array.transpose([axes.index(axis) for axis in stored])
@@ -186,7 +195,7 @@ def _load(found, parameter, shape, config, dtype, sharding):
                     array[first : first + len(piece)] = piece[:, *columns]
 
     with ThreadPoolExecutor(READERS) as pool:
-        list(pool.map(read, range(len(tensors)), tensors))  # raises what a reader raised
+        list(pool.map(read, numbers, tensors))  # raises what a reader raised
     array = jax.make_array_from_callback(
         shape, sharding, lambda index: shards[_place(index, shape)], dtype=dtype
     )
@@ -209,14 +218,14 @@ def _pieces(tensor, shape, start, stop) -> Iterator[tuple[int, np.ndarray]]:
 
 def _to_file(array, parameter, config, dtype):
     """Makes of a host array what the file has: axes reordered and merged, cast, contiguous."""
-    stored = parameter.layout.replace(" ", "")
-    array = array.transpose([parameter.axes.index(a) for a in stored])
+    stored, axes = parameter.layout.replace(" ", ""), parameter.axes
+    array = array.transpose([axes.removeprefix(parameter.numbered).index(a) for a in stored])
     array = array.astype(dtype, order="C", copy=False)
     return array.reshape(parameter.tensor_shape(config.axis_sizes))
 
 
-def _fetched(params, leaf, layer):
-    """Fetches the host array of one tensor: a parameter, or a layer of a stacked one."""
+def _fetched(params, leaf, layer=None):
+    """Fetches a host array: a parameter, or a layer of a stacked one."""
     array = params[leaf] if layer is None else params["layers"][leaf]
     if isinstance(array, np.ndarray):
         return array if layer is None else array[layer]
@@ -224,8 +233,11 @@ def _fetched(params, leaf, layer):
     return np.asarray(jnp.copy(array) if layer is None else array[layer])
 
 
-def _headers(path) -> dict[str, FileTensor]:
-    """Reads which tensors the directory's weights have, from the files' headers and the index."""
+def _headers(path, config) -> dict[str, FileTensor]:
+    """Reads which tensors the directory's weights have, from the files' headers and the index.
+
+    An expert's part of a stack counts as a tensor.
+    """
     index_file = path / INDEX_FILE
     weight_map = {}
     if (path / WEIGHTS_FILE).exists():
@@ -242,11 +254,37 @@ def _headers(path) -> dict[str, FileTensor]:
         raise FileNotFoundError(
             f"{path} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; it holds {listing(path)}"
         )
-    return {
+    found = {
         name: tensor
         for file in files
         for name, tensor in hf_stream.header(file).items()
         if weight_map.get(name, file.name) == file.name
+    }
+    for (stack, names), layer in itertools.product(config.stacks.items(), range(config.num_layers)):
+        if stack.format(layer) in found:
+            parameters = [config.parameters[name] for name in names]
+            found |= _of_stack(found, stack.format(layer), parameters, layer, config)
+    return found
+
+
+def _of_stack(found, stack, parameters, layer, config) -> dict[str, FileTensor]:
+    """Takes a stack apart, in the file's order: each parameter of one expert, then of the next.
+
+    One of another shape is left, and has a name that no parameter has.
+    """
+    sizes, tensor = config.axis_sizes, found[stack]
+    rows, columns = parameters[0].tensor_shape(sizes)
+    count = len(parameters) * sizes["E"]
+    if tensor.shape != (sizes["E"], len(parameters) * rows, columns):
+        return {}
+    del found[stack]
+    step = math.prod(tensor.shape) // count * FILE_DTYPES[tensor.dtype].itemsize
+    of_each = itertools.product(range(sizes["E"]), parameters)
+    return {
+        p.tensor.format(layer, e): dataclasses.replace(
+            tensor, shape=(rows, columns), start=tensor.start + i * step
+        )
+        for i, (e, p) in enumerate(of_each)
     }
 
 

@@ -100,6 +100,10 @@ def listing(folder: epath.Path) -> str:
 def config_of(raw: Mapping[str, Any]) -> ModelConfig:
     """Makes the config of config.json's content; raises ValueError as `load_config` does."""
     family = _family(raw)
+    for alias, key in family.aliases.items():
+        if raw.get(alias) is not None and raw.get(key, raw[alias]) != raw[alias]:
+            _refuse(alias, raw[alias], f"{key} is {raw[key]!r}")
+        raw = {key: raw.get(alias)} | raw
     _check_computed(raw, family)
     rope_theta, rope_scaling = _rope(raw, default_theta=family.defaults["rope_theta"])
     defaults = family.defaults | {"num_key_value_heads": raw.get("num_attention_heads")}
@@ -118,6 +122,7 @@ def config_of(raw: Mapping[str, Any]) -> ModelConfig:
         _refuse("head_dim", head_dim, "must be even for rotary embeddings")
     if not isinstance(raw["tie_word_embeddings"], bool):
         _refuse("tie_word_embeddings", raw["tie_word_embeddings"], "must be true or false")
+    sizes |= {field: _own(raw, key) for field, key in family.keys.items()}
     return family(
         **sizes,
         head_dim=head_dim,
@@ -143,6 +148,8 @@ def _check_computed(raw: Mapping[str, Any], family: type[ModelConfig]) -> None:
         if given != value and (given or value):  # null is false
             _refuse(key, given, f"only {value!r} is supported")
     for key, values in NEUTRAL.items():
+        if key in {*family.keys.values(), *family.aliases}:
+            continue
         if raw.get(key) is not None and raw[key] not in values:
             _refuse(key, raw[key], f"only {' or '.join(map(repr, values)) or 'null'} is supported")
     biases = any(parameter.tensor.endswith("q_proj.bias") for parameter in family.layer.parameters)
@@ -216,6 +223,7 @@ def config_json(config: ModelConfig, dtype: np.dtype, extra: Mapping[str, Any]) 
         "architectures": [config.architecture],
         "model_type": config.model_type,
         **{key: getattr(config, field) for field, key in SIZE_KEYS.items()},
+        **{key: getattr(config, field) for field, key in config.keys.items()},
         "head_dim": config.head_dim,
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope_theta,
@@ -247,6 +255,11 @@ def write_json(file, value):
 
 def _refuse(key: str, value: object, rule: str):
     raise ValueError(f"{key} is {value!r:.200}, but {rule}")
+
+
+def _own(raw: Mapping[str, Any], key: str):
+    """Reads a value of a family's own: true, false or a positive integer."""
+    return raw[key] if isinstance(raw.get(key), bool) else _number(raw, key, whole=True)
 
 
 def _number(raw: Mapping[str, Any], key: str, *, whole: bool = False):

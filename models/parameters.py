@@ -23,6 +23,9 @@ AXES = {
     "H": "head_dim",
     "F": "mlp",
     "R": "rank",
+    "X": "choices",
+    "E": "experts",
+    "Y": "expert_mlp",
 }
 
 
@@ -51,9 +54,10 @@ class Parameter:
     """Declares an array of the model, or, stacked, of all its layers.
 
     name: its last part has an axis letter for each dimension. tensor: Hugging Face's name; "{}"
-    stands for a layer's number, and there is one tensor a layer. layout: the same letters in the
-    file's order, one group for each axis of the file's tensor. init(key, shape): its start, float32
-    without the layers' axis; key is None where init is not `normal`.
+    stands for a layer's number, and there is one tensor a layer; a second one for an expert's.
+    layout: the same letters in the file's order, one group for each axis of the file's tensor.
+    init(key, shape): its start, float32 without the layers' axis; key is None where init is not
+    `normal`.
     """
 
     name: str
@@ -70,6 +74,11 @@ class Parameter:
     def stacked(self) -> bool:
         """Tells whether every layer has one."""
         return "{}" in self.tensor
+
+    @property
+    def numbered(self) -> str:
+        """Gives the letters that numbers in the tensor's name stand for, beside the layer's."""
+        return self.axes[: max(0, self.tensor.count("{}") - 1)]
 
     def shape(self, sizes: dict[str, int]) -> tuple[int, ...]:
         """Gives our shape, without the layers' axis; sizes: ModelConfig.axis_sizes."""
@@ -126,8 +135,18 @@ class ModelConfig:
     model_type: ClassVar[str]
     architecture: ClassVar[str]
     computes: ClassVar[Mapping[str, Any]] = {"hidden_act": "silu", "use_sliding_window": False}
+    # Fields of its own -> keys of config.json; other names of keys; tensors of transformers 5 which
+    # hold the experts' of several parameters, one expert after the other.
+    keys: ClassVar[Mapping[str, str]] = {}
+    aliases: ClassVar[Mapping[str, str]] = {}
+    stacks: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     # What transformers computes with where config.json lacks a key.
     defaults: ClassVar[Mapping[str, Any]] = {"rms_norm_eps": 1e-6, "rope_theta": 1e4}
+
+    @property
+    def routes(self) -> tuple[int, ...]:
+        """Gives (layers, experts of a token) of the experts that are recorded; () without any."""
+        return ()
 
     @property
     def axis_sizes(self) -> dict[str, int]:

@@ -116,6 +116,46 @@ def _backward(project, spec, weights, residuals, d_out):
 _rounded_product.defvjp(_forward, _backward)
 
 
+def grouped_product(x_PI, w_EIO, rows_E, letters: str, weights: Weights = WHOLE):
+    """Multiplies rows by the matrix of their group, float32: the first rows_E[0] by w_EIO[0], ...
+
+    Rows behind the last group give 0. letters: the axes of w. All is rounded as in `product`.
+    """
+    return _grouped(letters, weights, x_PI, w_EIO, rows_E)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _grouped(letters, weights, x, w, rows_E):
+    return _grouped_forward(letters, weights, x, w, rows_E)[0]
+
+
+def _grouped_forward(letters, weights, x, w, rows_E):
+    dtype = weights.dtype_of(w)
+    whole = weights.gather(w.astype(dtype), letters)
+    return _ragged(x.astype(dtype), whole, rows_E), (x, w, rows_E)
+
+
+def _grouped_backward(letters, weights, residuals, d_out):
+    x, w, rows_E = residuals
+    dtype = weights.dtype_of(w)
+    whole, d_out = weights.gather(w.astype(dtype), letters), d_out.astype(dtype)
+    d_x = _ragged(d_out, whole.swapaxes(1, 2), rows_E).astype(x.dtype)
+    of_groups = jax.lax.RaggedDotDimensionNumbers((([0], [0]), ([], [])), [0], [])
+    d_w = jax.lax.ragged_dot_general(
+        x.astype(dtype), d_out, rows_E, of_groups, preferred_element_type=jnp.float32
+    )
+    return d_x, weights.scatter(d_w.astype(w.dtype), letters), None
+
+
+_grouped.defvjp(_grouped_forward, _grouped_backward)
+
+
+def _ragged(x, w, rows_E):
+    out = jax.lax.ragged_dot(x, w, rows_E, preferred_element_type=jnp.float32)
+    # What a kernel leaves behind the last group is not said to be 0.
+    return jnp.where((jnp.arange(len(x)) < jnp.sum(rows_E))[:, None], out, 0.0)
+
+
 def low_rank_product(spec, x, a, b, weights: Weights = WHOLE):
     """Multiplies by A, then by B, float32; spec: of a product with the matrix A B.
 

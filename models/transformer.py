@@ -4,7 +4,8 @@ A model family (qwen2.py) is a ModelConfig with a Layer: which parameters a laye
 becomes of its queries, keys and values.
 
 Axis letters: B rows, T tokens, S keys, D width, N query heads, K key/value heads, H head size,
-F feed-forward, V vocabulary, L layers, R rank of a low-rank factor. Activations are float32 between
+F feed-forward, V vocabulary, L layers, R rank of a low-rank factor, A experts of a token.
+Activations are float32 between
 products, which round what they read to the compute dtype (models.precision); norms, rotary
 angles, softmax and logits are float32.
 """
@@ -134,6 +135,19 @@ class Layer(nnx.Module):
         """Returns float32 queries, keys and values; a family may change them, as in biases."""
         return q_BTNH, k_BTKH, v_BTKH
 
+    def feed_forward(self, h_BTD, times, *, weights: Weights, axis: str | None, routes):
+        """Computes SwiGLU: (out_BTD, None); a family with experts says which it chose.
+
+        times(spec, x, w, name) -> float32 multiplies by a matrix. weights, axis and routes: as of
+        `__call__`.
+        """
+        gate, up = (
+            checkpoint_name(times("BTD,DF->BTF", h_BTD, w[...], name).astype(h_BTD.dtype), PRODUCT)
+            for w, name in ((self.gate_DF, "gate"), (self.up_DF, "up"))
+        )
+        gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
+        return times("BTF,FD->BTD", jax.nn.silu(gate) * up, self.down_FD[...], "down"), None
+
     def __call__(
         self,
         x_BTD,
@@ -144,9 +158,11 @@ class Layer(nnx.Module):
         reduce=lambda x_BTD: x_BTD,
         project=jnp.einsum,
         weights: Weights = WHOLE,
+        axis: str | None = None,
         factors=types.MappingProxyType({}),
+        routes=None,
     ):
-        """Computes the layer: (x_BTD, what `attend` kept).
+        """Computes the layer: (x_BTD, what `attend` kept, the experts that it chose or None).
 
         attend(q_BTNH, k_BTKH, v_BTKH) -> (out_BTNH, kept) decides what the queries see.
         cos_sin: the `rotation` of every token. The learner attends inside the rows, the sampler to
@@ -154,8 +170,9 @@ class Layer(nnx.Module):
         new x_BTD. Where heads and feed-forward are split over chips, `reduce` adds up what each
         contributes, and `gather` brings together the tokens that they all need, if these are split
         in between. `project` multiplies by a weight matrix that `transposed` transposes. weights:
-        where the matrices are. factors: (A, B) of the matrices to which A B is added, by their
-        first letters.
+        where the matrices are. axis: the mesh axis over which experts are split, or None. factors:
+        (A, B) of the matrices to which A B is added, by their first letters. routes: the experts to
+        send each token to; None: those that the layer chooses.
         """
         eps = self.config.rms_norm_eps
 
@@ -181,13 +198,9 @@ class Layer(nnx.Module):
         x_BTD = x_BTD + reduce(times(jnp.einsum, "BTZ,ZD->BTD", out, o, "o"))
         x_BTD = checkpoint_name(x_BTD, PRODUCT)
         h = gather(rms_norm(x_BTD, self.mlp_norm_D[...], eps=eps).astype(dtype))
-        gate, up = (
-            checkpoint_name(times(project, "BTD,DF->BTF", h, w[...], name).astype(dtype), PRODUCT)
-            for w, name in ((self.gate_DF, "gate"), (self.up_DF, "up"))
-        )
-        gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
-        out = times(project, "BTF,FD->BTD", jax.nn.silu(gate) * up, self.down_FD[...], "down")
-        return x_BTD + reduce(out), kept
+        how = {"weights": weights, "axis": axis, "routes": routes}
+        out, chosen = self.feed_forward(h, functools.partial(times, project), **how)
+        return x_BTD + reduce(out), kept, chosen
 
 
 class Transformer(nnx.Module):
@@ -227,15 +240,18 @@ class Transformer(nnx.Module):
         axis: str | None = None,
         adapters=(),
         adapt=lambda layer, adapters: layer,
+        routes_LBTA=None,
     ):
-        """Computes normed last hidden states x_BTD; attend(q_BTNH, k_BTKH, v_BTKH) -> out_BTNH.
+        """Computes normed last hidden states: (x_BTD, chosen_LBTA).
 
-        They are rounded as `weights` says. remat: a name of REMAT, what of a layer is kept for the
-        backward pass. project, gather, reduce and weights: the layer's. axis: the mesh axis over
-        which heads, feed-forward and vocabulary are split, or None. unroll: unroll the layers
-        instead of scanning them. adapt(a layer's parameters, its adapters) -> the parameters to
-        compute with, LoRA's factors among them, where `adapters` is a tree of arrays stacked as the
-        layers are.
+        attend(q_BTNH, k_BTKH, v_BTKH) -> out_BTNH. They are rounded as `weights` says. remat: a
+        name of REMAT, what of a layer is kept for the backward pass. project, gather, reduce and
+        weights: the layer's. axis: the mesh axis over which heads, feed-forward, experts and
+        vocabulary are split, or None. unroll: unroll the layers instead of scanning them. adapt(a
+        layer's parameters, its adapters) -> the parameters to compute with, LoRA's factors among
+        them, where `adapters` is a tree of arrays stacked as the layers are. routes_LBTA: the
+        experts of each token, uint8; None: the layers choose them. Of a model with experts
+        chosen_LBTA are those that the layers choose, or would have; else None.
         """
         graph, state = nnx.split(self.layers)
         layers = nnx.to_pure_dict(state)
@@ -243,25 +259,32 @@ class Transformer(nnx.Module):
             if " " not in p.layout:  # biases and scales, which no product reads
                 layers[p.name] = rounded(layers[p.name], weights.dtype_of(layers[p.name]))
         how = {"gather": gather, "reduce": reduce, "project": project, "weights": weights}
+        how["axis"] = axis
+
+        def attend_alone(*qkv):
+            return attend(*qkv), None
 
         def through_layers(x_BTD, cos_sin):
-            def body(x_BTD, params_and_adapters):
+            def body(x_BTD, of_layer):
+                *params_and_adapters, routes = of_layer
                 x_BTD = checkpoint_name(x_BTD, LAYER_INPUT)
                 own, factors = split_factors(adapt(*params_and_adapters))
                 run = functools.partial(nnx.merge(graph, own), factors=factors, **how)
-                return run(x_BTD, cos_sin, lambda *qkv: (attend(*qkv), None))
+                x_BTD, _, chosen = run(x_BTD, cos_sin, attend_alone, routes=routes)
+                return x_BTD, chosen
 
-            return jax.lax.scan(REMAT[remat](body), x_BTD, (layers, adapters), unroll=unroll)
+            of_layers = (layers, adapters, routes_LBTA)
+            return jax.lax.scan(REMAT[remat](body), x_BTD, of_layers, unroll=unroll)
 
         top = {"embed_VD": self.embed_VD[...], "final_norm_D": self.final_norm_D[...]}
         run = functools.partial(_hidden, weights=weights, reduce=reduce, axis=axis)
-        return run(top, self.config, tokens_BT, position_BT, through_layers)[0]
+        return run(top, self.config, tokens_BT, position_BT, through_layers)
 
     def __call__(self, tokens_BT, *, segment_BT=None):
         """Computes float32 logits_BTV. `segment_BT`: each token's sequence, 0 for padding."""
         segment_BT = jnp.ones_like(tokens_BT) if segment_BT is None else segment_BT
         mask_BTS = causal_mask(segment_BT)
-        x_BTD = self.hidden(
+        x_BTD, _ = self.hidden(
             tokens_BT, segment_positions(segment_BT), lambda q, k, v: attention(q, k, v, mask_BTS)
         )
         return logits(x_BTD, self.head())
@@ -270,8 +293,9 @@ class Transformer(nnx.Module):
 def hidden_layer_by_layer(
     params, config: ModelConfig, tokens_BT, position_BT, attends, *, project=jnp.einsum, axis
 ):
-    """Runs the sampler's parameters: (normed last hidden states x_BTD, what each layer kept).
+    """Runs the sampler's parameters: (normed last hidden states, what layers kept, routes).
 
+    The second is a list; routes_BTLA are the experts that were chosen, None where there are none.
     params: `unstack`'s. attends: the layers' `attend`, one each. axis: the mesh axis over which
     heads, feed-forward and vocabulary are split, or None.
     """
@@ -284,12 +308,14 @@ def hidden_layer_by_layer(
         for array, attend in zip(params["layers"], attends, strict=True):
             own, factors = split_factors(transposed(array))
             run = functools.partial(nnx.merge(graph, own), reduce=reduce, project=project)
-            x_BTD, kept_of_one = run(x_BTD, cos_sin, attend, factors=factors)
+            x_BTD, *kept_of_one = run(x_BTD, cos_sin, attend, factors=factors, axis=axis)
             kept.append(kept_of_one)
         return x_BTD, kept
 
     run = functools.partial(_hidden, weights=WHOLE, reduce=reduce, axis=axis)
-    return run(params, config, tokens_BT, position_BT, through_layers)
+    x_BTD, of_layers = run(params, config, tokens_BT, position_BT, through_layers)
+    kept, routes = zip(*of_layers, strict=True)
+    return x_BTD, list(kept), None if routes[0] is None else jnp.stack(routes, axis=2)
 
 
 def _hidden(params, config, tokens_BT, position_BT, through_layers, *, weights, reduce, axis):
@@ -349,12 +375,13 @@ def unstack(params: dict[str, Any]) -> dict[str, Any]:
 def transposed(layer: dict[str, Any]) -> dict[str, Any]:
     """Stores a layer's matrices with D, the axis that all have, at the other end: x_DF as x_FD.
 
-    Names say so too; vectors and attention's output projection stay. Twice gives the layer back.
+    Names say so too; vectors, attention's output projection and experts stay. Twice gives the layer
+    back.
     """
 
     def transpose(name, array):
         stem, _, axes = name.rpartition("_")
-        if stem == "o" or axes == "D" or "D" not in axes:
+        if stem == "o" or axes == "D" or "D" not in axes or "E" in axes:
             return name, array
         if axes[0] == "D":
             return f"{stem}_{axes[1:]}D", jnp.moveaxis(array, 0, -1)

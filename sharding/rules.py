@@ -21,6 +21,9 @@ LEARNER = {
     "kv_heads": "model",
     "head_dim": None,
     "mlp": "model",
+    "experts": "model",
+    "choices": None,
+    "expert_mlp": None,
     "norm": None,
     "layer": None,
     "rank": None,
@@ -104,16 +107,19 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def by_parts(local, mesh: Mesh, *, params, rows: int, tokens: int):
-    """Maps local(*params, *rows_BT) -> x_BTD over each device's rows and its part of parameters.
+    """Maps local(*params, *rows_BT) -> (x_BTD, of_rows) over each device's rows and parameters.
 
     params: trees of PartitionSpecs. rows: how many arrays rows_BT there are. tokens: of a row;
-    `local` returns what `split_sum` leaves.
+    x_BTD is what `split_sum` leaves, of_rows an array of whole rows or None.
     """
     return jax.shard_map(
         local,
         mesh=mesh,
         in_specs=(*params, *[BATCH] * rows),
-        out_specs=PartitionSpec(ROW_AXES, "model") if tokens_divide(mesh, tokens) else BATCH,
+        out_specs=(
+            PartitionSpec(ROW_AXES, "model") if tokens_divide(mesh, tokens) else BATCH,
+            BATCH,
+        ),
         check_vma=False,  # the attention kernels do not say over what their outputs vary
     )
 

@@ -3,7 +3,7 @@
 It runs transformers, in an environment of its own, away from the project's:
 
     python3 -m venv /tmp/golden && /tmp/golden/bin/pip install torch transformers numpy
-    /tmp/golden/bin/python tests/make_transformers_golden.py qwen2 qwen2_yarn qwen3 llama
+    /tmp/golden/bin/python tests/make_transformers_golden.py qwen2 qwen2_yarn qwen3 qwen3_moe llama
 
 Keys are MODEL/config (config.json's text), MODEL/weights/NAME (float16, exact: the models' float32
 weights are rounded to it first) and MODEL/CASE/{tokens_BT,segment_BT,logits_BTV}. Logits are
@@ -16,7 +16,7 @@ import sys
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 FOLDER = pathlib.Path(__file__).parent / "golden_data"
 VOCAB = 96
@@ -57,6 +57,7 @@ def small(kind, heads, head_dim, rope, *, tied, width=16, mlp=24, layers=2, eps=
 
 UNLIKE = YARN | {"beta_fast": 16.0, "attention_factor": 1.3}
 LONG = {"max_position_embeddings": 1024}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 MODELS = {
     "qwen2": {
         "tied": small(Qwen2Config, 6, 8, 1e6, tied=True, width=32, mlp=48),
@@ -67,6 +68,10 @@ MODELS = {
         "tied": small(Qwen3Config, 6, 8, 1e6, tied=True),
         "untied": small(Qwen3Config, 4, 16, 1e4, tied=False, eps=1e-5),
         "yarn": small(Qwen3Config, 4, 16, UNLIKE, tied=False, **LONG),
+    },
+    "qwen3_moe": {
+        "normed": small(Qwen3MoeConfig, 4, 8, 1e4, tied=False, norm_topk_prob=True, **EXPERTS),
+        "plain": small(Qwen3MoeConfig, 6, 8, 1e6, tied=True, norm_topk_prob=False, **EXPERTS),
     },
     "llama": {
         "untied": small(LlamaConfig, 4, 4, 5e5, tied=False),
@@ -97,7 +102,7 @@ def random_model(config, generator):
             value = noise
         else:
             gain = 2.0 if "q_proj" in name or "k_proj" in name else 1.0
-            value = gain * parameter.shape[1] ** -0.5 * noise
+            value = gain * parameter.shape[-1] ** -0.5 * noise
         parameter.data = value.half().float()
     return model
 

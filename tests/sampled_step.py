@@ -39,7 +39,8 @@ def programs(family: str, folder, *, lora_rank: int = 0, **changes):
     config.learner.lora_rank = lora_rank
     config.mesh.data, config.mesh.model = 1, 2
     config.update(changes)
-    return components.programs(config, SAMPLING.vocab_size, devices=jax.devices()[:2])
+    devices = jax.devices()[: config.mesh.data * config.mesh.model]
+    return components.programs(config, SAMPLING.vocab_size, devices=devices)
 
 
 def step(built):

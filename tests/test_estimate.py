@@ -13,6 +13,7 @@ from dapo_jax.sampler.cache import Cache
 from experiments.preflight import estimate
 from experiments.preflight.estimate import Device
 from models.qwen2 import Qwen2Config
+from models.qwen3_moe import Qwen3MoeConfig
 
 CHIP = Chip("toy", hbm_bytes=1.0, hbm_rate=10.0, flop_rate=100.0)
 SIZES = (10, 4, 6, 2, 2, 1, 2)  # vocabulary, width, MLP; 2 layers; 2 heads, 1 of keys; 2 values
@@ -35,6 +36,17 @@ def test_flop_and_bytes_of_a_tiny_model(tied):
     half = Device(CHIP, Qwen2Config(*SIZES[:5], 2, 2, tie_embeddings=tied), model_degree=2)
     whole = dataclasses.replace(half, model_degree=1)
     assert half.decode_seconds(3, 5) == pytest.approx(whole.decode_seconds(3, 5) / 2)
+
+
+def test_a_token_is_multiplied_with_its_own_experts():
+    """2 of 4 experts of 12 values each, and a router of 16, in place of the MLP."""
+    experts = {"num_experts": 4, "experts_per_token": 2, "expert_width": 3}
+    device = Device(CHIP, Qwen3MoeConfig(*SIZES, tie_embeddings=True, **experts))
+    others = WEIGHTS - 2 * (72 + 4 + 4) + 2 * (16 + 2 * 2)  # no biases; norms of heads; the router
+    assert device.weights == others + 2 * 4 * 36
+    assert device.active == others + 2 * 2 * 36
+    assert device.update_seconds(8, [], 1) == pytest.approx(6 * device.active * 8 / 100)
+    assert device.decode_seconds(1, 0) == pytest.approx(2 * device.weights / 10)
 
 
 def simulate(lengths, *, slots=2, pages=200, group_size=1, shards=1, prompt_tokens=1, **changes):

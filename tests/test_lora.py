@@ -132,7 +132,7 @@ def hidden_states(params, adapters, *, dtype, by_sampler):
         adapt = functools.partial(adapted if dtype == "float32" else beside, scale=LORA.scale)
         model = nnx.merge(abstract_params(SMALL)[0], start)
         how = {"weights": Weights(dtype=dtype), "adapters": adapters["layers"], "adapt": adapt}
-        return model.hidden(tokens_BT, position_BT, attend, **how).astype(jnp.float32)
+        return model.hidden(tokens_BT, position_BT, attend, **how)[0].astype(jnp.float32)
 
     return np.asarray(jit(run)(params, adapters))
 

@@ -107,7 +107,7 @@ def gradient_through_layers(remat):
     tokens_BT = np.random.default_rng(0).integers(0, 16, (B, T))
 
     def scalar(params):
-        x_BTD = nnx.merge(graph, params).hidden(
+        x_BTD, _ = nnx.merge(graph, params).hidden(
             tokens_BT, rows[1], lambda *qkv: packed_attention(*qkv, *rows), remat=remat
         )
         return jnp.sum(jnp.sin(x_BTD) * (rows[0] > 0)[..., None])
@@ -138,7 +138,7 @@ def test_products_that_are_kept_are_not_computed_a_second_time(remat, again, dty
     tokens_BT = np.zeros((B, T), np.int32)
 
     def scalar(params):
-        hidden = nnx.merge(graph, params).hidden(
+        hidden, _ = nnx.merge(graph, params).hidden(
             *(tokens_BT, tokens_BT, lambda q, k, v: q * jnp.mean(k * v)),
             remat=remat,
             weights=Weights(dtype=dtype),

@@ -31,6 +31,7 @@ GOLDEN = {
     "qwen2": ("tied", "untied"),
     "qwen2_yarn": ("tied",),
     "qwen3": ("tied", "untied", "yarn"),
+    "qwen3_moe": ("normed", "plain"),
     "llama": ("untied", "llama3"),
 }
 MODELS = [f"{file}/{name}" for file, names in GOLDEN.items() for name in names]
@@ -101,7 +102,7 @@ def test_a_directory_leaves_as_it_came(model, tmp_path):
 
 
 # Parameters in all, as the published files hold them (Qwen2.5: the checkpoints; Qwen3: keras-hub's
-# presets at commit 1df65da; Llama: the model cards).
+# presets at commit 1df65da; its mixtures: the hub's counts; Llama: the model cards).
 PUBLISHED = {
     ("qwen2", "0.5b"): 494_032_768,
     ("qwen2", "1.5b"): 1_543_714_304,
@@ -116,6 +117,8 @@ PUBLISHED = {
     ("qwen3", "8b"): 8_190_735_360,
     ("qwen3", "14b"): 14_768_307_200,
     ("qwen3", "32b"): 32_762_123_264,
+    ("qwen3_moe", "30b_a3b"): 30_532_122_624,
+    ("qwen3_moe", "235b_a22b"): 235_093_634_560,
     ("llama", "3-8b"): 8_030_261_248,
     ("llama", "3-70b"): 70_553_706_496,
     ("llama", "3.1-8b"): 8_030_261_248,
@@ -153,7 +156,11 @@ def test_a_new_model_has_the_abstract_params_and_small_random_matrices():
     ("model", "changes", "named"),
     [
         ("qwen3/tied", {"attention_bias": True}, "attention_bias is True"),
-        ("qwen3/tied", {"model_type": "qwen3_moe"}, "model_type is 'qwen3_moe'"),
+        ("qwen3/tied", {"model_type": "qwen3_next"}, "model_type is 'qwen3_next'"),
+        ("qwen3_moe/plain", {"mlp_only_layers": [1]}, r"mlp_only_layers is \[1\]"),
+        ("qwen3_moe/plain", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
+        ("qwen3_moe/plain", {"num_experts": 5}, "num_local_experts is 6, but num_experts is 5"),
+        ("qwen3_moe/plain", {"num_experts_per_tok": 7}, "num_experts is 6, but must be at least"),
         ("llama/untied", {"attention_bias": True}, "attention_bias is True"),
         ("llama/untied", {"mlp_bias": True}, "mlp_bias is True"),
     ],

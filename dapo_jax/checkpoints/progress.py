@@ -53,6 +53,7 @@ def _group_json(group: PartialGroup) -> dict:
             "stopped": bool(response.stopped),
             "unfinished": bool(unfinished),
             "ends": list(response.ends),
+            **_routes_json(response.route_TLA),
         }
         for response, unfinished in zip(group.responses, group.unfinished_G, strict=True)
     ]
@@ -67,11 +68,23 @@ def _group(described: Mapping) -> PartialGroup:
             _array(it["behavior_logp"], "<f4"),
             stopped=it["stopped"],
             ends=tuple(it["ends"]),
+            route_TLA=_routes(**it),
         )
         for it in described["responses"]
     ]
     unfinished_G = tuple(it["unfinished"] for it in described["responses"])
     return PartialGroup(described["cursor"], tuple(responses), unfinished_G)
+
+
+def _routes_json(route_TLA: np.ndarray | None) -> dict:
+    if route_TLA is None:
+        return {}
+    return {"routes": _text(route_TLA, "u1"), "routes_shape": list(route_TLA.shape)}
+
+
+def _routes(routes: str = "", routes_shape: Sequence[int] = (), **_) -> np.ndarray | None:
+    """Undoes `_routes_json`."""
+    return _array(routes, "u1").reshape(routes_shape) if routes_shape else None
 
 
 def _text(array: np.ndarray, dtype: str) -> str:

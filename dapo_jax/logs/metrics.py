@@ -256,6 +256,10 @@ METRICS: list[Metric] = [
            lambda s: s.updates[0].get("ratio_gap") if s.taken and s.updates[0].get("on_policy", 1)
            else None,
            panel="sampler/learner gap, mean |ratio - 1|"),
+    Metric("routes/differ", "share",
+           "Of tokens and layers those for which the learner would have chosen another set of "
+           "experts than the sampler did; replayed or not.",
+           panel="experts that differ"),
     Metric("lr", "", "Learning rate of the step.", lambda s: s.learning_rate),
     Metric("seconds/load", "s", "Reading data and weights at a start."),
     Metric("seconds/compile", "s", "Compiling at a start."),

@@ -53,10 +53,11 @@ class Sampling:
 
 
 def prefill(params, pages, tokens_RT, page_RI, *, config: ModelConfig, axis: str | None):
-    """Writes the keys and values of R prompts to `page_RI`, C tokens each; returns the pages.
+    """Writes the keys and values of R prompts to `page_RI`, C tokens each: (pages, route_RTLA).
 
-    pages: a (k_UKHC, v_UKCH) a layer. tokens_RT: prompts from the left, T = I * C; what follows a
-    prompt's end is never read. Pages that a prompt does not fill are cache.NULL_PAGE.
+    route_RTLA: the experts of each token, None without any. pages: a (k_UKHC, v_UKCH) a layer.
+    tokens_RT: prompts from the left, T = I * C; what follows a prompt's end is never read. Pages
+    that a prompt does not fill are cache.NULL_PAGE.
     """
     R, T = tokens_RT.shape
     mask_RTS = causal_mask(jnp.ones((R, T), jnp.int32))
@@ -64,8 +65,8 @@ def prefill(params, pages, tokens_RT, page_RI, *, config: ModelConfig, axis: str
     def attend(q, k, v):
         return attention(q, k, v, mask_RTS)
 
-    kept = _keys_and_values(params, tokens_RT, attend, config=config, axis=axis)
-    return _write_rows(pages, kept, page_RI)
+    kept, route_RTLA = _keys_and_values(params, tokens_RT, attend, config=config, axis=axis)
+    return _write_rows(pages, kept, page_RI), route_RTLA
 
 
 def recompute(
@@ -80,7 +81,9 @@ def recompute(
     kernels: Kernels,
     axis: str | None,
 ):
-    """Writes the keys and values of R partial responses to `page_RI`; returns the pages.
+    """Writes the keys and values of R partial responses to `page_RI`: (pages, None).
+
+    Their tokens keep the routes with which they were sampled.
 
     pages, page_RI: of responses, as of prompts in `prefill`. tokens_RT: each prompt and what is fed
     of its response, tokens_R of them, T = I * C, from the left. begin_R: where the prompt's last
@@ -92,21 +95,24 @@ def recompute(
     def attend(q, k, v):
         return kernels.attend_rows(q, k, v, segment_RT, jnp.zeros_like(segment_RT))
 
-    kept = _keys_and_values(params, tokens_RT, attend, config=config, axis=axis)
+    kept, _ = _keys_and_values(params, tokens_RT, attend, config=config, axis=axis)
     index_RT11 = jnp.minimum(begin_R[:, None] + jnp.arange(T), T - 1)[..., None, None]
     kept = [[jnp.take_along_axis(a, index_RT11, axis=1) for a in layer] for layer in kept]
-    return _write_rows(pages, kept, page_RI)
+    return _write_rows(pages, kept, page_RI), None
 
 
 def _keys_and_values(params, tokens_RT, attend, *, config: ModelConfig, axis: str | None):
-    """Runs rows of tokens: each layer's (k_RTKH, v_RTKH); attend(q, k, v) -> out."""
+    """Runs rows of tokens: (each layer's (k_RTKH, v_RTKH), route_RTLA or None).
+
+    attend(q, k, v) -> out.
+    """
 
     def attend_and_keep(q, k, v):
         return attend(q, k, v), (k, v)
 
     position_1T = jnp.arange(tokens_RT.shape[1])[None]
     attends = [attend_and_keep] * config.num_layers
-    return hidden_layer_by_layer(params, config, tokens_RT, position_1T, attends, axis=axis)[1]
+    return hidden_layer_by_layer(params, config, tokens_RT, position_1T, attends, axis=axis)[1:]
 
 
 def _write_rows(pages, kept, page_RI):
@@ -139,7 +145,8 @@ def decode_block(
 ):
     """Samples up to `cache.block_tokens` more tokens for every active slot.
 
-    Returns (pages, token_SB, logp_SB).
+    Returns (pages, token_SB, logp_SB, route_SBLA). The last has the experts that gave each token:
+    those of the one before it, which was fed; None without any.
 
     A slot that stops, or reaches its limit, is idle for the rest of the block: what it samples
     then means nothing. The loop ends early when all have.
@@ -187,14 +194,15 @@ def decode_block(
         return (i < S) & jnp.any(active_B)
 
     def step(carry):
-        i, active_B, token_B, block_kv, token_SB, logp_SB = carry
+        i, active_B, token_B, block_kv, token_SB, logp_SB, route_SBLA = carry
 
         def attend(q_B1NH, k_B1KH, v_B1KH, *, layer):
             block = _put(block_kv[layer], k_B1KH, v_B1KH, i)
             out_BNH = attend_slots(q_B1NH[:, 0], block, jnp.full(B, i + 1), layer=layer)
             return out_BNH[:, None], block
 
-        x_B1D, new_kv = hidden_layer_by_layer(  # in the loop, or XLA would transpose before it
+        # In the loop, or XLA would transpose before it.
+        x_B1D, new_kv, route_B1LA = hidden_layer_by_layer(
             params,
             config,
             token_B[:, None],
@@ -225,11 +233,13 @@ def decode_block(
         token_B = jnp.where(active_B, new_B, token_B)
         token_SB = token_SB.at[i].set(jnp.where(active_B, new_B, token_SB[i]))
         logp_SB = logp_SB.at[i].set(jnp.where(active_B, logp_B, logp_SB[i]))
+        if config.routes:
+            route_SBLA = route_SBLA.at[i].set(route_B1LA[:, 0])
         is_stop_B = jnp.isin(token_B, stop_ids)
         if cache.turns:
             is_stop_B &= given_B == 0
         ended_B = is_stop_B | (sampled_B + i + 1 >= row["limit"])
-        return i + 1, active_B & ~ended_B, token_B, new_kv, token_SB, logp_SB
+        return i + 1, active_B & ~ended_B, token_B, new_kv, token_SB, logp_SB, route_SBLA
 
     dtype = pages[0][1].dtype
     carry = (
@@ -239,8 +249,9 @@ def decode_block(
         [(jnp.zeros((B, K, H, S), dtype), jnp.zeros((B, K, S, H), dtype)) for _ in pages],
         jnp.full((S, B), samplings[0].pad_id, jnp.int32),
         jnp.zeros((S, B), jnp.float32),
+        jnp.zeros((S, B, *config.routes), jnp.uint8) if config.routes else None,
     )
-    *_, block_kv, token_SB, logp_SB = jax.lax.while_loop(unfinished, step, carry)
+    *_, block_kv, token_SB, logp_SB, route_SBLA = jax.lax.while_loop(unfinished, step, carry)
     if kernels.write_pages is None:
         pages = write(pages, block_kv, page_B, offset_B)
     else:
@@ -248,7 +259,7 @@ def decode_block(
             tuple(kernels.write_pages(*pool, *new, page_B, offset_B))
             for pool, new in zip(pages, block_kv, strict=True)
         )
-    return pages, token_SB, logp_SB
+    return pages, token_SB, logp_SB, route_SBLA
 
 
 def _columns(row_BX, cache: Cache) -> dict[str, jax.Array]:

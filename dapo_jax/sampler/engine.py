@@ -95,18 +95,25 @@ class Engine:
             self._programs |= dict(zip(missing, compiled, strict=True))
 
     def prefill(self, params, prompt_pages, tokens_RT, page_RI):
-        """Runs prefill for [shards * rows] prompts of one bucket; the old pages are gone."""
+        """Runs prefill for [shards * rows] prompts of one bucket: (pages, route_RTLA or None).
+
+        The old pages are gone. The routes are NumPy's.
+        """
         program = self._programs["prefill", None, page_RI.shape[1]]
-        return program(params, prompt_pages, *hosts.place((tokens_RT, page_RI), self._rows))
+        of_host = hosts.place((tokens_RT, page_RI), self._rows)
+        pages, route_RTLA = program(params, prompt_pages, *of_host)
+        return pages, hosts.fetch(route_RTLA)
 
     def recompute(self, params, pages, tokens_RT, tokens_R, begin_R, page_RI):
         """Recomputes [shards * rows] partial responses of a bucket; the old pages are gone."""
         program = self._programs["recompute", None, page_RI.shape[1]]
         of_host = hosts.place((tokens_RT, tokens_R, begin_R, page_RI), self._rows)
-        return program(params, pages, *of_host)
+        return program(params, pages, *of_host)[0]
 
     def decode(self, params, prompt_pages, pages, run_key_Z, rows, page_P, samplings):
-        """Decodes a block: returns (pages, token_SB, logp_SB), all but pages from NumPy.
+        """Decodes a block: returns (pages, token_SB, logp_SB, route_SBLA or None).
+
+        All but pages from NumPy.
 
         run_key_Z: the data of the streams' keys, uint32 [Z, 2]; samplings: a tuple of as many.
         rows: `Cache.row_dtype`, of all shards. page_P: the pages that its tables number.
@@ -149,7 +156,7 @@ class Engine:
         rows = self.shards * buckets.rows(bucket)
         tokens_RT = self._host_array(rows, bucket * self.cache.page_tokens)
         of_rows = (tokens_RT, *[self._host_array(rows)] * numbers, self._host_array(rows, bucket))
-        out = self._specs(pool)
+        out = (self._specs(pool), rules.BATCH)
         return self._lower(run, (self.params, pool, *of_rows), out, donate=1, tokens=tokens_RT.size)
 
     def _lower_decode(
@@ -170,7 +177,7 @@ class Engine:
         row_BX = self._host_array(self.shards * rows, cache.row_dtype.itemsize // 4)
         page_P = self._host_array(self.shards * pages)
         tokens = PartitionSpec(None, rules.ROW_AXES)
-        out = (self._specs(self.pages[1]), tokens, tokens)
+        out = (self._specs(self.pages[1]), tokens, tokens, tokens)
         arguments = (self.params, *self.pages, run_key_Z, row_BX, page_P)
         return self._lower(run, arguments, out, donate=2, tokens=self.shards * rows)
 

@@ -44,7 +44,8 @@ class _Unfinished:
 
     stream: its place among the session's. partial: what there was of each response when the group
     was submitted, at the last step's end, when it lost its slot, or when its environment answered,
-    whose tokens are in it. plays: whether it has an environment.
+    whose tokens are in it. plays: whether it has an environment. prompt_route_TLA: of its newest
+    prefill.
     """
 
     stream: int
@@ -53,6 +54,7 @@ class _Unfinished:
     responses: list[Response | None]
     partial: list[Response]
     plays: bool = False
+    prompt_route_TLA: np.ndarray | None = None
 
 
 class Session:
@@ -92,6 +94,8 @@ class Session:
         # Sampled tokens lie in the host's pages as their keys and values do in the device's.
         pool = (engine.shards, cache.pages, cache.page_tokens)
         self._token_DPC, self._logp_DPC = np.zeros(pool, np.int32), np.zeros(pool, np.float32)
+        routes = engine.config.routes
+        self._route_DPCLA = np.zeros((*pool, *routes), np.uint8) if routes else None
         self._newest_DB = np.zeros((engine.shards, cache.slots), np.int32)
 
     def resume(self, params) -> None:
@@ -237,7 +241,7 @@ class Session:
         if self._environments:
             rows["given"][row_N] = known[0]
         launched = time.perf_counter()
-        self._pages, token_SB, logp_SB = self._engine.decode(
+        self._pages, *sampled = self._engine.decode(
             self._params,
             self._prompt_pages,
             self._pages,
@@ -247,7 +251,8 @@ class Session:
             self._samplings,
         )
         decoded = time.perf_counter()
-        used_N, stopped_N = self._keep(plan, token_SB[:, row_N].T, logp_SB[:, row_N].T, *known)
+        of_rows = [a if a is None else a[:, row_N].swapaxes(0, 1) for a in sampled]
+        used_N, stopped_N = self._keep(plan, *of_rows, *known)
         given_N = np.minimum((known[0] > 0).sum(axis=1), used_N)
         self.blocks.append(self._record(plan, used_N, used_N - given_N, launched, decoded))
         plays_N = np.array([self._groups[number].plays for number in plan.group_N.tolist()], bool)
@@ -269,9 +274,15 @@ class Session:
                     prompt = self._groups[number].prompt.token_ids[:-1]
                     row_T[: len(prompt)] = prompt
                     self.prefilled_prompts += 1
-            self._prompt_pages = self._engine.prefill(
+            self._prompt_pages, route_RTLA = self._engine.prefill(
                 self._params, self._prompt_pages, tokens_RT, page_RI
             )
+            for r, number in enumerate(number_R.tolist() if route_RTLA is not None else ()):
+                if number >= 0:
+                    group = self._groups[number]
+                    route_TLA = route_RTLA[r, : len(group.prompt.token_ids) - 1].copy()
+                    changed = dataclasses.replace(group, prompt_route_TLA=route_TLA)
+                    self._groups[number] = changed
         jax.block_until_ready(self._prompt_pages)
 
     def _set_aside(self, preempted: list[Finished]) -> None:
@@ -288,6 +299,7 @@ class Session:
             (self._token_DPC, moves.pages_M4.T),
             (self._logp_DPC, moves.pages_M4.T),
             (self._newest_DB, moves.slots_N4.T),
+            *(() if self._route_DPCLA is None else [(self._route_DPCLA, moves.pages_M4.T)]),
         ):
             table[e, to] = table[d, at]
 
@@ -311,6 +323,9 @@ class Session:
                 where = (d, self._scheduler.pages(d, b)[index_T // C], index_T % C)
                 self._token_DPC[where] = partial.tokens_T[:tokens]
                 self._logp_DPC[where] = partial.behavior_logp_T[:tokens]
+                if self._route_DPCLA is not None:
+                    of_prompt = len(prompt.token_ids) - 1
+                    self._route_DPCLA[where] = partial.route_TLA[of_prompt : of_prompt + tokens]
                 self._newest_DB[d, b] = partial.tokens_T[tokens - 1]
             self._pages = self._engine.recompute(
                 self._params, self._pages, tokens_RT, tokens_R, begin_R, page_RI
@@ -345,7 +360,7 @@ class Session:
                 logp_NS[n, : len(tokens_T)] = known.behavior_logp_T[first:][: len(tokens_T)]
         return given_NS, logp_NS
 
-    def _keep(self, plan: Plan, token_NS, logp_NS, given_NS, known_logp_NS):
+    def _keep(self, plan: Plan, token_NS, logp_NS, route_NSLA, given_NS, known_logp_NS):
         """Keeps a block's tokens; returns how many each slot uses, and whether they end in a stop.
 
         The tokens that a slot samples after its stop token or its limit are not used.
@@ -359,6 +374,8 @@ class Session:
         offset_NS = (plan.sampled_N % cache.page_tokens)[:, None] + np.arange(S)
         where = (plan.shard_N[:, None], plan.page_N[:, None], offset_NS)
         self._token_DPC[where], self._logp_DPC[where] = token_NS, logp_NS
+        if route_NSLA is not None:
+            self._route_DPCLA[where] = route_NSLA
         self._newest_DB[plan.shard_N, plan.slot_N] = token_NS[np.arange(N), used_N - 1]
         return used_N, used_N == stop_N + 1
 
@@ -449,4 +466,14 @@ class Session:
         if before.given_T is not None:
             given_T = np.zeros(it.tokens, bool)
             given_T[: len(before.given_T)] = before.given_T
-        return Response(tokens_T, logp_T, it.stopped, ends=ends, given_T=given_T)
+        how = {"ends": ends, "given_T": given_T, "route_TLA": self._route(group, it)}
+        return Response(tokens_T, logp_T, it.stopped, **how)
+
+    def _route(self, group: _Unfinished, it: Finished) -> np.ndarray | None:
+        """Puts the routes of a prompt and a response together."""
+        if self._route_DPCLA is None:
+            return None
+        pages_PCLA = self._route_DPCLA[it.shard, it.pages]
+        route_TLA = pages_PCLA.reshape(-1, *pages_PCLA.shape[2:])[: it.tokens]
+        of_prompt = group.prompt_route_TLA  # None where it has one token: nothing to prefill
+        return route_TLA if of_prompt is None else np.concatenate([of_prompt, route_TLA])

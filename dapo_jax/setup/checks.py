@@ -166,6 +166,18 @@ def check_vocabulary(tokenizer_ids: int, sizes: ModelConfig) -> None:
         )
 
 
+def check_targets(config: ConfigDict, sizes: ModelConfig) -> None:
+    """Refuses LoRA of matrices that the model's layers lack, as those of experts (ValueError)."""
+    matrices = {p.name.partition("_")[0] for p in sizes.layer.parameters if "E" not in p.axes}
+    able = [target for target in MATRICES if target in matrices]
+    if config.learner.lora_rank and (missing := set(config.learner.lora_targets) - set(able)):
+        raise ValueError(
+            f"learner.lora_targets has {', '.join(t for t in MATRICES if t in missing)}, which "
+            f"model_type {sizes.model_type!r} does not adapt: experts and routers are left alone; "
+            f"there are {', '.join(able)}"
+        )
+
+
 def check_divides(config: ConfigDict, mesh: jax.sharding.Mesh) -> None:
     """Refuses a training batch that the mesh's groups of devices do not divide (ValueError)."""
     degree, rows = rules.row_degree(mesh), config.learner.micro_batch_rows

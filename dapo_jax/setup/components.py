@@ -306,8 +306,10 @@ def programs(config: ConfigDict, vocab_size: int, *, devices=None) -> Programs:
     """
     sizes = model_sizes(config)
     checks.check_vocabulary(vocab_size, sizes)
+    checks.check_targets(config, sizes)
     mesh = mesh_of(config, devices)
-    how = learning(config, vocab_size, kernels_for(config.model.kernels, platform_of(mesh)))
+    kernels = kernels_for(config.model.kernels, platform_of(mesh))
+    how = learning(config, vocab_size, kernels, routes=sizes.routes)
     graph, params = abstract_params(sizes)
     shardings = rules.param_shardings(mesh, param_axes(params), params, rules.LEARNER)
     weights = jax.eval_shape(lambda p: learner.cast(p, config.model.compute_dtype), params)
@@ -363,8 +365,10 @@ def lora_of(config: ConfigDict) -> Lora | None:
     return Lora(rank=c.lora_rank, alpha=c.lora_alpha, targets=tuple(c.lora_targets))
 
 
-def learning(config: ConfigDict, vocab_size: int, kernels: Kernels) -> learner.Learning:
-    """Returns the constants of the config's updates."""
+def learning(
+    config: ConfigDict, vocab_size: int, kernels: Kernels, *, routes: tuple[int, ...] = ()
+) -> learner.Learning:
+    """Returns the constants of the config's updates; routes: the model's."""
     c, r = config.learner, config.rollout
     keys = {**c, **config.algo, "args": config.algo.args.to_dict()}
     keys["lora_targets"] = tuple(c.lora_targets)  # a list where it is JSON's
@@ -376,6 +380,7 @@ def learning(config: ConfigDict, vocab_size: int, kernels: Kernels) -> learner.L
         update_responses=r.num_prompts // config.updates_per_step * r.group_size,
         vocab_size=vocab_size,
         lora=lora_of(config),
+        routes=routes,
         kernels=kernels,
     )
 

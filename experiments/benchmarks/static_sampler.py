@@ -38,7 +38,7 @@ def generate(params, run_key, prompt_RT, cursor_R, limit_R, *, config, max_token
         return attention(q, k, v, mask_RTS), (k, v)
 
     layers = config.num_layers
-    x_RTD, kept = hidden_layer_by_layer(
+    x_RTD, kept, _ = hidden_layer_by_layer(
         params, config, prompt_RT, jnp.arange(T)[None], [attend_prompt] * layers, axis=None
     )
     room = ((0, 0), (0, 0), (0, 0), (0, max_tokens))
@@ -73,7 +73,7 @@ def generate(params, run_key, prompt_RT, cursor_R, limit_R, *, config, max_token
 
         attends = [functools.partial(attend, layer=layer) for layer in range(layers)]
         position_11 = jnp.full((1, 1), T + t)
-        x_RTD, new_cache = hidden_layer_by_layer(
+        x_RTD, new_cache, _ = hidden_layer_by_layer(
             params, config, token_R[:, None], position_11, attends, axis=None
         )
         x_RD = x_RTD[:, 0]

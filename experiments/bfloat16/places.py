@@ -54,7 +54,7 @@ def logps(graph, params, tokens_BT, places):
     mask_BTS = transformer.causal_mask(jnp.ones_like(tokens_BT))
     model = nnx.merge(graph, params)
     with mock.patch.object(transformer, "product", product):
-        x_BTD = model.hidden(tokens_BT, jnp.arange(tokens_BT.shape[1])[None], attend)
+        x_BTD, _ = model.hidden(tokens_BT, jnp.arange(tokens_BT.shape[1])[None], attend)
     logp_BTV = jax.nn.log_softmax(transformer.logits(at("head", x_BTD), model.head()))
     return jnp.take_along_axis(logp_BTV[:, :-1], tokens_BT[:, 1:, None], axis=2)[..., 0]
 

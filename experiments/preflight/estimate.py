@@ -12,7 +12,8 @@ of them. At a chip's published rates, and of what the model has a part of on a d
     an update       (6 FLOP a weight and entry of a row, 4 with LoRA, and 12 a pair of tokens that
                     attend, layer and value of a head) / FLOP rate
 
-and decode steps are divided by the efficiency --decode, the others by --update.
+with, of a mixture's experts, the weights of a token's own, but for what is read. Decode steps are
+divided by the efficiency --decode, the others by --update.
 """
 
 import dataclasses
@@ -74,14 +75,24 @@ class Device:
 
     @functools.cached_property
     def weights(self) -> int:
-        """Counts what a token is multiplied with: all but an embedding that is not the head too."""
+        """Counts what a step multiplies with: all but an embedding that is not the head too."""
         s = self.sizes
         return parameter_count(s) - (0 if s.tie_embeddings else s.vocab_size * s.width)
+
+    @functools.cached_property
+    def active(self) -> int:
+        """Counts those that one token is multiplied with: of experts, its own."""
+        s = self.sizes
+        if not s.routes:
+            return self.weights
+        (layers, of_token), experts = s.routes, s.axis_sizes["E"]
+        shapes = (p.shape(s.axis_sizes) for p in s.layer.parameters if "E" in p.axes)
+        return self.weights - layers * sum(map(math.prod, shapes)) // experts * (experts - of_token)
 
     def decode_seconds(self, rows: int, live_tokens):
         """Returns the time of a step of so many rows, whose slots read so many tokens in all."""
         read = self.value_bytes * self.weights / self.chip.hbm_rate
-        multiplied = 2 * self.weights * rows / self.chip.flop_rate
+        multiplied = 2 * self.active * rows / self.chip.flop_rate
         how = {"bytes_per_value": self.value_bytes, "model_degree": self.model_degree}
         live = live_tokens * token_bytes(self.sizes, **how) / self.chip.hbm_rate
         return max(read, multiplied) / self.model_degree + live
@@ -93,7 +104,7 @@ class Device:
         """
         s, n = self.sizes, np.asarray(sequence_N, float)
         forwards = 1 + self.old_logprobs
-        flop = ((2 if self.lora else 4) + 2 * forwards) * self.weights * entries
+        flop = ((2 if self.lora else 4) + 2 * forwards) * self.active * entries
         flop += (
             (8 + 4 * forwards) * (n * (n + 1) / 2).sum() * s.num_layers * s.num_heads * s.head_dim
         )
@@ -190,7 +201,7 @@ def step_seconds(
         partial_rollout_steps=r.partial_rollout_steps,
         every_steps=config.checkpoint.every_steps,
     )
-    prefills = 2 * device.weights * prefilled / (device.model_degree * chip.flop_rate)
+    prefills = 2 * device.active * prefilled / (device.model_degree * chip.flop_rate)
     updates, rows = 0.0, c.micro_batch_rows
     for update_PG in np.split(length_PG[: r.num_prompts], config.updates_per_step):
         planned, row_tokens = plan_update(

@@ -29,7 +29,7 @@ from sharding import hosts
 FIVE = (5e-7, 1e-6, 2e-6, 5e-6, 1e-5)
 MORE = (*FIVE, 5e-5, 2e-4)  # the 1 M model's config has 5e-5
 SPLIT_RATE = 5e-6  # at which also one kind of weight alone has two terms
-# bfloat16's grid: start weights as a published bfloat16 model has them, and as they are after many updates.
+# bfloat16's grid: there start weights of a model that is published so are; later they are not.
 ON, OFF = "on", "off"
 RATES = {"135M": {OFF: FIVE, ON: (1e-6, 5e-6)}, "1M": {OFF: MORE, ON: MORE}}
 CONFIGS = {"135M": smollm2_135m.get_config, "1M": tiny.get_config}
@@ -162,7 +162,7 @@ class Step:
         head = {key: getattr(programs.learning, key) for key in keys} | {"mesh": programs.mesh}
 
         def of_micro(params, micro, signs_BT):
-            x_BTD, head_DV = learner.forward(params, None, micro, **of)
+            x_BTD, head_DV, _ = learner.forward(params, None, micro, **of)
             total, *_ = logprobs.head_loss(
                 x_BTD,
                 head_DV,

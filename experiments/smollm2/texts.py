@@ -94,7 +94,7 @@ def measure_of(of: components.Programs) -> Callable[[dict, Batch], jax.Array]:
         def add(i, total_3):
             micro = learner.micro_batch(batch, i)
             run = {"graph": graph, "mesh": of.mesh, "learning": how}
-            x_BTD, head_DV = learner.forward(params, None, micro, **run)
+            x_BTD, head_DV, _ = learner.forward(params, None, micro, **run)
             head = {"temperature": 1.0, "vocab_size": how.vocab_size, "mesh": of.mesh}
             logp_BT, entropy_BT = chosen_logprobs(x_BTD, head_DV, micro.target_BT, **head)
             of_token = (jnp.ones_like(logp_BT), entropy_BT, logp_BT)

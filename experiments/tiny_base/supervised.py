@@ -89,7 +89,7 @@ def fit(
         model = nnx.merge(graph, params)
         positions_BT = segment_positions(segment_BT)
         no_branch_BT = jnp.zeros_like(segment_BT)
-        x_BTD = model.hidden(
+        x_BTD, _ = model.hidden(
             tokens_BT,
             positions_BT,
             lambda q, k, v: packed_attention(q, k, v, segment_BT, no_branch_BT),

@@ -1,0 +1,308 @@
+"""Mixtures of experts: the definition, their bits, and routes from the sampler to the learner."""
+
+import dataclasses
+import functools
+import itertools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file
+from test_engine import GROUPS, TIGHT, build, same_bits, sample_groups
+from test_parity import directory
+from test_partial_rollouts import PROMPTS, ROOMY, interrupted, whole
+from test_partial_rollouts import TIGHT as PREEMPTING
+
+from configs import base
+from dapo_jax import learner
+from dapo_jax.checkpoints.progress import Progress
+from dapo_jax.convert import convert
+from dapo_jax.sampler import cache as cache_module
+from dapo_jax.setup import components
+from models.hf import load_params
+from models.hf_config import load_config
+from models.kernels import KERNELS
+from models.kernels.xla import attention
+from models.parameters import param_axes
+from models.precision import WHOLE
+from models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeLayer
+from models.transformer import abstract_params, causal_mask
+from sharding import hosts, rules
+from sharding.mesh import make_mesh
+from tests import sampled_step
+from tests.quick import jit, random_params
+
+SMALL = Qwen3MoeConfig(
+    64,
+    32,
+    48,
+    2,
+    4,
+    2,
+    8,
+    True,
+    num_experts=6,
+    experts_per_token=2,
+    expert_width=24,
+    norm_topk=True,
+)
+WIDE = dataclasses.replace(
+    SMALL, vocab_size=512, width=64, num_heads=8, head_dim=32, num_experts=8, expert_width=96
+)
+TARGETS = {"lora_targets": ("q", "k", "v", "o")}
+GOLDEN = "qwen3_moe/normed"  # test_parity.py's, of 6 experts
+
+
+def feed_forward(layer, h_BTD, routes=None):
+    """(out_BTD, chosen_BTA) of a layer's experts, in float32."""
+
+    def times(spec, x, w, name):
+        return jnp.einsum(spec, x, w)
+
+    return layer.feed_forward(h_BTD, times, weights=WHOLE, axis=None, routes=routes)
+
+
+def out_of(layer, h_BTD, routes):
+    return feed_forward(layer, h_BTD, routes)[0]
+
+
+def expected(layer, h_BTD, chosen_BTA, norm_topk):
+    """The same, token by token and expert by expert."""
+    logits_BTX = h_BTD @ layer.router_DX[...]
+    prob_BTX = jax.nn.softmax(logits_BTX, axis=-1)
+    out = []
+    for h_D, prob_X, chosen_A in zip(
+        h_BTD.reshape(-1, h_BTD.shape[-1]),
+        prob_BTX.reshape(-1, prob_BTX.shape[-1]),
+        chosen_BTA.reshape(-1, chosen_BTA.shape[-1]),
+        strict=True,
+    ):
+        of_experts = [
+            (jax.nn.silu(h_D @ layer.gate_EDY[e]) * (h_D @ layer.up_EDY[e])) @ layer.down_EYD[e]
+            for e in chosen_A.tolist()
+        ]
+        weight_A = prob_X[chosen_A]
+        weight_A = weight_A / weight_A.sum() if norm_topk else weight_A
+        out.append(sum(w * one for w, one in zip(weight_A, of_experts, strict=True)))
+    return jnp.stack(out).reshape(h_BTD.shape)
+
+
+@pytest.mark.parametrize("norm_topk", [True, False])
+def test_outputs_and_gradients_equal_the_definition(norm_topk):
+    """With its own experts and with given ones; the router has a gradient in both."""
+    config = dataclasses.replace(SMALL, norm_topk=norm_topk)
+    layer = Qwen3MoeLayer(config, key=jax.random.key(0))
+    for name in ("router_DX", "gate_EDY", "up_EDY", "down_EYD"):
+        getattr(layer, name)[...] = 10 * getattr(layer, name)[...]
+    h_BTD = jax.random.normal(jax.random.key(1), (2, 5, 32))
+    _, chosen_BTA = feed_forward(layer, h_BTD)
+    top_BTA = jax.lax.top_k(h_BTD @ layer.router_DX[...], 2)[1]
+    np.testing.assert_array_equal(chosen_BTA, top_BTA)
+    given_BTA = (chosen_BTA + 1) % 6
+    graph, state = jax.tree.flatten(layer)[1], jax.tree.leaves(layer)
+
+    def scalar(leaves, h_BTD, run):
+        return jnp.sum(jnp.sin(run(jax.tree.unflatten(graph, leaves), h_BTD)))
+
+    for routes in (None, given_BTA):
+        used_BTA = np.asarray(chosen_BTA if routes is None else routes)
+        ours = functools.partial(out_of, routes=routes)
+        theirs = functools.partial(expected, chosen_BTA=used_BTA, norm_topk=norm_topk)
+        np.testing.assert_allclose(ours(layer, h_BTD), theirs(layer, h_BTD), atol=2e-5)
+        gradients = jit(jax.grad(scalar, argnums=(0, 1)), static_argnums=2)
+        found, wanted = (gradients(state, h_BTD, run) for run in (ours, theirs))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), found, wanted)
+        assert np.abs(jax.tree.unflatten(graph, found[0]).router_DX[...]).max() > 1e-3
+
+
+def test_files_of_both_layouts_hold_the_same_model(tmp_path):
+    """Stacked as transformers 5 saves, and a matrix an expert as published: bit by bit."""
+    stacked, published = tmp_path / "stacked", tmp_path / "published"
+    config = load_config(directory(GOLDEN, stacked))
+    convert(f"hf:{stacked}", f"hf:{published}", dtype="float32")
+    assert load_config(published) == config
+    before, after = (load_file(it / "model.safetensors") for it in (stacked, published))
+    for layer, e in itertools.product(range(2), range(6)):
+        start = f"model.layers.{layer}.mlp.experts"
+        gate, up = np.split(before[f"{start}.gate_up_proj"][e], 2)
+        down = before[f"{start}.down_proj"][e]
+        for name, tensor in {"gate": gate, "up": up, "down": down}.items():
+            np.testing.assert_array_equal(after[f"{start}.{e}.{name}_proj.weight"], tensor)
+    mesh = make_mesh(data=2, model=2, devices=jax.devices()[:4])
+    params = abstract_params(config)[1]
+    shardings = rules.param_shardings(mesh, param_axes(params), params, rules.LEARNER)
+    gate = shardings["layers"]["gate_EDY"].spec
+    assert (gate[1], gate[2]) == ("model", "data")  # experts over one, their width over the other
+    whole, split = (
+        load_params(folder, config, dtype="float32", shardings=how)
+        for folder, how in ((stacked, None), (published, shardings))
+    )
+    jax.tree.map(np.testing.assert_array_equal, whole, split)
+
+
+def test_a_stack_of_another_shape_is_refused(tmp_path):
+    folder = directory(GOLDEN, tmp_path)
+    raw = json.loads((folder / "config.json").read_text()) | {"num_local_experts": 5}
+    (folder / "config.json").write_text(json.dumps(raw))
+    config = load_config(folder)
+    with pytest.raises(ValueError, match=r"missing: .*mlp.experts.0.gate_proj"):
+        load_params(folder, config, dtype="float32")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_neighbours_change_no_bit_and_no_route(dtype):
+    """Tokens are sorted by expert with all others of a batch, and a tight cache restarts some."""
+    params = jax.tree.map(lambda a: a.astype(dtype), random_params(WIDE)[1])
+    how = {"parts": ((1 / 2, 1), (1, 1)), "decode_options": KERNELS["cpu"].decode_options}
+    engine, params = build(WIDE, TIGHT, params, **how)
+    together, _ = sample_groups(engine, params, GROUPS)
+    for group in GROUPS[:6]:
+        alone, _ = sample_groups(engine, params, [group])
+        same_bits(alone, {request: together[request] for request in alone})
+        for request, response in alone.items():
+            np.testing.assert_array_equal(response.route_TLA, together[request].route_TLA)
+            of_prompt = len(group.prompt) - 1
+            assert response.route_TLA.shape == (of_prompt + len(response.tokens_T), 2, 2)
+
+
+# Routes that are recorded.
+
+
+@pytest.fixture(scope="module")
+def small():
+    return random_params(SMALL)
+
+
+def chosen_by(model, prompt, response):
+    """The experts that a model chooses for a prompt and its response, [T, L, A]."""
+    tokens_T = np.append(prompt, response.tokens_T)[:-1]
+    return np.asarray(chosen(*model, tokens_T[None]))[:, 0].swapaxes(0, 1)
+
+
+@jit(static_argnums=0)
+def chosen(graph, params, tokens_BT):
+    mask_BTS = causal_mask(jnp.ones_like(tokens_BT))
+    position_BT = jnp.arange(tokens_BT.shape[1])[None]
+    model = nnx.merge(graph, params)
+    return model.hidden(tokens_BT, position_BT, lambda q, k, v: attention(q, k, v, mask_BTS))[1]
+
+
+@pytest.mark.parametrize("cache", [ROOMY, PREEMPTING], ids=["roomy", "tight"])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_routes_are_those_that_the_sampler_took(small, cache, shards):
+    """Of prompts too; where samples are preempted, recomputed or moved, and over a step's end."""
+    engine, sampled = build(SMALL, cache, small[1], shards=shards)
+    uninterrupted = whole(engine, sampled)
+    expected = {
+        (cursor, i): chosen_by(small, PROMPTS[cursor], response)
+        for (cursor, i), response in uninterrupted.items()
+    }
+    assert len({route.tobytes() for route in expected.values()}) > 10
+    for keeps in (False, True):
+        responses, _ = interrupted(engine, sampled, blocks=3, keeps=keeps)
+        for request, response in responses.items():
+            np.testing.assert_array_equal(response.route_TLA, expected[request])
+    for request, response in uninterrupted.items():
+        np.testing.assert_array_equal(response.route_TLA, expected[request])
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_an_earlier_policys_tokens_keep_their_routes(small, keeps):
+    """Newer weights compute their keys and values again, and choose other experts by themselves."""
+    engine, params = build(SMALL, ROOMY, small[1])
+    later = params | {
+        "layers": tuple(it | {"router_XD": -it["router_XD"]} for it in params["layers"])
+    }
+    responses, partial = interrupted(engine, params, blocks=3, later=later, keeps=keeps)
+    kept = 0
+    begun = {(it.cursor, i): of for it in partial for i, of in enumerate(it.responses)}
+    for (cursor, i), before in begun.items():
+        if n := len(before.tokens_T):
+            of_prompt = len(PROMPTS[cursor]) - 1
+            after = responses[cursor, i].route_TLA[of_prompt:]
+            np.testing.assert_array_equal(after[:n], before.route_TLA[of_prompt:])
+            kept += len(after) > n
+    assert kept > 3
+    described = json.loads(json.dumps(Progress(partial=partial).to_json()))
+    for it, there in zip(partial, Progress.from_json(described).partial, strict=True):
+        for response, other in zip(it.responses, there.responses, strict=True):
+            np.testing.assert_array_equal(response.route_TLA, other.route_TLA)
+            assert getattr(response.route_TLA, "dtype", "uint8") == "uint8"
+
+
+# Routes that are replayed.
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return directory(GOLDEN, tmp_path_factory.mktemp("golden"))
+
+
+def updates(folder, *changes, mesh=(1, 2), **algo):
+    """[params before, (params, metrics) of an update on a sampled step, of each changed batch]."""
+    mesh = {"data": mesh[0], "model": mesh[1]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "jit", jit)
+        patch.setattr(cache_module, "PARTS", ((1, 1),))
+        built = sampled_step.programs("qwen3_moe", folder, mesh=mesh, algo=algo)
+        before, groups, state, metrics = sampled_step.step(built)
+        found = [(state, metrics)]
+        advantage_PG = np.tile(np.float32([1, -1, 1, -1]), (len(groups), 1))
+        for change in changes:
+            batch = change(learner.make_batch(groups, advantage_PG, built.learning))
+            batch = hosts.place(batch, learner.batch_shardings(built.mesh, routes=(2, 3)))
+            found.append(built.update(built.start_state(), None, batch, 1e-3))
+    on_host = [(jax.tree.map(np.asarray, s.params), jax.tree.map(float, m)) for s, m in found]
+    return [before, *on_host]
+
+
+def rotated(batch):
+    """Every third entry goes to the experts one further, in the last layer alone."""
+    batch.route_BTLA[..., ::3, -1, :] = (batch.route_BTLA[..., ::3, -1, :] + 1) % 6
+    return batch
+
+
+def test_the_learner_takes_the_samplers_experts_and_counts_other_choices(folder):
+    """In float32 it chooses the same: one update either way, bit by bit."""
+    before, (replayed, metrics), (_, seen) = updates(folder, rotated)
+    assert metrics["routes/differ"] == 0
+    assert metrics["ratio_gap"] <= 1e-5
+    moved = jax.tree.map(lambda a, b: (a != b).any(), before, replayed)
+    assert all(jax.tree.leaves(moved)), moved
+    assert 0.1 < seen["routes/differ"] < 0.2  # a third of the tokens, half of the layers
+    assert seen["ratio_gap"] > 1e-2
+
+    _, (chosen, other), (ignored, unseen) = updates(folder, rotated, replay_routes=False)
+    assert other == metrics
+    assert unseen == metrics | {"routes/differ": seen["routes/differ"]}
+    for params in (chosen, ignored):
+        jax.tree.map(np.testing.assert_array_equal, params, replayed)
+
+
+@pytest.mark.slow
+def test_an_update_of_experts_over_devices_equals_one_devices(folder):
+    """Over "data", which gathers experts, and "model", which splits them."""
+    _, (one, metrics) = updates(folder, mesh=(1, 1))
+    for mesh in ((2, 1), (1, 2), (2, 2)):
+        _, (split, other) = updates(folder, mesh=mesh)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), split, one)
+        assert other["grad_norm"] == pytest.approx(metrics["grad_norm"], rel=1e-5)
+
+
+# Settings.
+
+
+def test_lora_leaves_experts_and_router_alone(folder):
+    config = base.get_config()
+    config.model.family, config.model.path = "qwen3_moe", str(folder)
+    config.rollout.max_response_tokens, config.rollout.max_prompt_tokens = 20, 17
+    config.learner.lora_rank = 2
+    message = r"lora_targets has gate, up, down, which model_type .qwen3_moe. .* q, k, v, o"
+    with pytest.raises(ValueError, match=message):
+        components.programs(config, 61)
+    built = sampled_step.programs("qwen3_moe", folder, learner={"lora_rank": 2, **TARGETS})
+    names = {name.partition("_")[0] for name in built.state.params["layers"]}
+    assert names == set("qkvo")
