@@ -101,9 +101,10 @@ def config_of(raw: Mapping[str, Any]) -> ModelConfig:
     """Makes the config of config.json's content; raises ValueError as `load_config` does."""
     family = _family(raw)
     for alias, key in family.aliases.items():
-        if raw.get(alias) is not None and raw.get(key, raw[alias]) != raw[alias]:
-            _refuse(alias, raw[alias], f"{key} is {raw[key]!r}")
-        raw = {key: raw.get(alias)} | raw
+        if (value := raw.get(alias)) is not None:
+            if raw.get(key) not in (None, value):
+                _refuse(alias, value, f"{key} is {raw[key]!r}")
+            raw = {**raw, key: value}
     _check_computed(raw, family)
     rope_theta, rope_scaling = _rope(raw, default_theta=family.defaults["rope_theta"])
     defaults = family.defaults | {"num_key_value_heads": raw.get("num_attention_heads")}
@@ -122,7 +123,7 @@ def config_of(raw: Mapping[str, Any]) -> ModelConfig:
         _refuse("head_dim", head_dim, "must be even for rotary embeddings")
     if not isinstance(raw["tie_word_embeddings"], bool):
         _refuse("tie_word_embeddings", raw["tie_word_embeddings"], "must be true or false")
-    sizes |= {field: _own(raw, key) for field, key in family.keys.items()}
+    sizes |= {field: _own(raw, key, family.defaults[key]) for field, key in family.keys.items()}
     return family(
         **sizes,
         head_dim=head_dim,
@@ -257,9 +258,13 @@ def _refuse(key: str, value: object, rule: str):
     raise ValueError(f"{key} is {value!r:.200}, but {rule}")
 
 
-def _own(raw: Mapping[str, Any], key: str):
-    """Reads a value of a family's own: true, false or a positive integer."""
-    return raw[key] if isinstance(raw.get(key), bool) else _number(raw, key, whole=True)
+def _own(raw: Mapping[str, Any], key: str, default: bool | int):
+    """Reads a value of a family's own, as its default: true or false, or a positive integer."""
+    if not isinstance(default, bool):
+        return _number(raw, key, whole=True)
+    if not isinstance(raw[key], bool):
+        _refuse(key, raw[key], "must be true or false")
+    return raw[key]
 
 
 def _number(raw: Mapping[str, Any], key: str, *, whole: bool = False):

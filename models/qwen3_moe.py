@@ -41,12 +41,12 @@ class Qwen3MoeLayer(Qwen3Layer):
         """
         c, (B, T, D) = self.config, h_BTD.shape
         logits_BTX = times("BTD,DX->BTX", h_BTD, self.router_DX[...], "router")
-        prob_BTX = jax.nn.softmax(logits_BTX, axis=-1)
-        _, chosen_BTA = jax.lax.top_k(jax.lax.stop_gradient(prob_BTX), c.experts_per_token)
+        _, chosen_BTA = jax.lax.top_k(jax.lax.stop_gradient(logits_BTX), c.experts_per_token)
         expert_BTA = chosen_BTA if routes is None else routes.astype(chosen_BTA.dtype)
-        weight_BTA = jnp.take_along_axis(prob_BTX, expert_BTA, axis=-1)
-        if c.norm_topk:
-            weight_BTA = weight_BTA / jnp.sum(weight_BTA, axis=-1, keepdims=True)
+        # A softmax of those alone is that of all, divided by their sum, which it never finds 0.
+        take = functools.partial(jnp.take_along_axis, indices=expert_BTA, axis=-1)
+        softmax = jax.nn.softmax
+        weight_BTA = softmax(take(logits_BTX)) if c.norm_topk else take(softmax(logits_BTX))
 
         E = self.gate_EDY.shape[0]
         first = 0 if axis is None else jax.lax.axis_index(axis) * E
