@@ -68,7 +68,7 @@ def load_params(path, config: ModelConfig, *, dtype, shardings=None) -> dict[str
     lm_head that differs from the embedding though config.json ties the two.
     """
     path, dtype = epath.Path(path), jnp.dtype(dtype)
-    found = _headers(path)
+    found = _headers(path, config)
     _check(path, found, config)
     if config.tie_embeddings and HEAD.tensor in found:
         _check_tied(found[HEAD.tensor], found[EMBED.tensor])
@@ -92,7 +92,7 @@ def check_files(path, config: ModelConfig, *, needed: bool = False) -> None:
     """
     path = epath.Path(path)
     if needed or (path / WEIGHTS_FILE).exists() or (path / INDEX_FILE).exists():
-        _check(path, _headers(path), config)
+        _check(path, _headers(path, config), config)
 
 
 def save_hf(
@@ -224,8 +224,11 @@ def _fetched(params, leaf, layer):
     return np.asarray(jnp.copy(array) if layer is None else array[layer])
 
 
-def _headers(path) -> dict[str, FileTensor]:
-    """Reads which tensors the directory's weights have, from the files' headers and the index."""
+def _headers(path, config: ModelConfig) -> dict[str, FileTensor]:
+    """Reads which tensors the directory's weights have, from the files' headers and the index.
+
+    Their names are the family's own.
+    """
     index_file = path / INDEX_FILE
     weight_map = {}
     if (path / WEIGHTS_FILE).exists():
@@ -243,10 +246,11 @@ def _headers(path) -> dict[str, FileTensor]:
             f"{path} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; it holds {listing(path)}"
         )
     return {
-        name: tensor
+        own: tensor
         for file in files
         for name, tensor in hf_stream.header(file).items()
         if weight_map.get(name, file.name) == file.name
+        and (own := config.own_tensor(name)) is not None
     }
 
 

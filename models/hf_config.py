@@ -13,7 +13,7 @@ import numpy as np
 from etils import epath
 
 from models import families
-from models.parameters import ModelConfig
+from models.parameters import FULL, SLIDING, ModelConfig
 from models.rope import SCALINGS, RopeScaling, scaling_of
 
 CONFIG_FILE = "config.json"
@@ -71,14 +71,22 @@ def load_config(path) -> ModelConfig:
 
 
 def read_config(path) -> dict[str, Any]:
-    """Reads the raw config.json of a Hugging Face directory, as a dictionary."""
+    """Reads the raw config.json of a Hugging Face directory, as a dictionary.
+
+    Of a model that sees images, too, its text part.
+    """
     path = epath.Path(path)
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is not a directory; give a Hugging Face model directory")
     file = path / CONFIG_FILE
     if not file.exists():
         raise FileNotFoundError(f"{path} has no {CONFIG_FILE}; it holds {listing(path)}")
-    return read_json(file)
+    raw = read_json(file)
+    text = raw.get("text_config")
+    if isinstance(text, dict) and text.get("model_type") == f"{raw.get('model_type')}_text":
+        outer = {k: v for k, v in raw.items() if k not in ("architectures", "text_config")}
+        return outer | text
+    return raw
 
 
 def read_json(file: epath.Path) -> dict[str, Any]:
@@ -100,6 +108,7 @@ def listing(folder: epath.Path) -> str:
 def config_of(raw: Mapping[str, Any]) -> ModelConfig:
     """Makes the config of config.json's content; raises ValueError as `load_config` does."""
     family = _family(raw)
+    raw = family.plain(raw)
     _check_computed(raw, family)
     rope_theta, rope_scaling = _rope(raw, default_theta=family.defaults["rope_theta"])
     defaults = family.defaults | {"num_key_value_heads": raw.get("num_attention_heads")}
@@ -118,14 +127,33 @@ def config_of(raw: Mapping[str, Any]) -> ModelConfig:
         _refuse("head_dim", head_dim, "must be even for rotary embeddings")
     if not isinstance(raw["tie_word_embeddings"], bool):
         _refuse("tie_word_embeddings", raw["tie_word_embeddings"], "must be true or false")
+    own = {
+        field: _number(raw, key, whole=isinstance(raw.get(key), int))
+        for field, key in family.own_keys.items()
+    }
     return family(
         **sizes,
+        **own,
         head_dim=head_dim,
         tie_embeddings=raw["tie_word_embeddings"],
         rope_theta=rope_theta,
         rms_norm_eps=_number(raw, "rms_norm_eps"),
         rope_scaling=rope_scaling,
+        windows=_windows(raw, family),
     )
+
+
+def _windows(raw: Mapping[str, Any], family: type[ModelConfig]) -> tuple[int | None, ...]:
+    """Reads each layer's window; refuses layers that the family does not have."""
+    types, computed = raw.get("layer_types"), family.layer_types(raw)
+    if computed != (types or computed) or len(computed) != raw["num_hidden_layers"]:
+        _refuse("layer_types", types, f"only {computed!r:.200} is supported")
+    if not {FULL, SLIDING}.issuperset(computed):
+        _refuse("layer_types", types, f"only {FULL!r} and {SLIDING!r} are supported")
+    if SLIDING not in computed:
+        return ()
+    window = _number(raw, "sliding_window", whole=True)
+    return tuple(window if kind == SLIDING else None for kind in computed)
 
 
 def _family(raw: Mapping[str, Any]) -> type[ModelConfig]:
@@ -148,9 +176,6 @@ def _check_computed(raw: Mapping[str, Any], family: type[ModelConfig]) -> None:
     biases = any(parameter.tensor.endswith("q_proj.bias") for parameter in family.layer.parameters)
     if raw.get("attention_bias") and not biases:
         _refuse("attention_bias", raw["attention_bias"], "only False is supported")
-    layers = raw.get("layer_types") or []
-    if not isinstance(layers, list) or any(layer != "full_attention" for layer in layers):
-        _refuse("layer_types", layers, "only 'full_attention' is supported")
     architectures = raw.get("architectures") or [family.architecture]
     if not isinstance(architectures, list) or family.architecture not in architectures:
         _refuse("architectures", architectures, f"only {family.architecture!r} is supported")
@@ -182,7 +207,7 @@ def _rope(raw: Mapping[str, Any], *, default_theta: float) -> tuple[float, RopeS
         _refuse("rope_scaling", raw["rope_scaling"], "must say the same as rope_parameters")
     # At top level transformers takes it, too.
     key = "original_max_position_embeddings"
-    if scaling is not None and raw.get(key) not in (None, getattr(scaling, key)):
+    if scaling is not None and raw.get(key) not in (None, getattr(scaling, key, raw.get(key))):
         _refuse(key, raw[key], f"{getattr(scaling, key)} beside the rope_type")
     return thetas[0], scaling
 
@@ -220,9 +245,15 @@ def config_json(config: ModelConfig, dtype: np.dtype, extra: Mapping[str, Any]) 
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope_theta,
         "tie_word_embeddings": config.tie_embeddings,
+        **{key: getattr(config, field) for field, key in config.own_keys.items()},
         **config.computes,
         "torch_dtype": dtype.name,
     }
+    types = [FULL if kind.window is None else SLIDING for kind in config.kinds]
+    if types != ModelConfig.layer_types(fixed) or types != config.layer_types(fixed):
+        fixed["layer_types"] = types
+    if config.windows:
+        fixed["sliding_window"] = max(window or 0 for window in config.windows)
     if config.rope_scaling:
         entries = dataclasses.asdict(config.rope_scaling)
         fixed["rope_scaling"] = {name: v for name, v in entries.items() if v is not None}

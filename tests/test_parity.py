@@ -32,6 +32,7 @@ GOLDEN = {
     "qwen2_yarn": ("tied",),
     "qwen3": ("tied", "untied", "yarn"),
     "llama": ("untied", "llama3"),
+    "gemma3": ("1b", "27b"),
 }
 MODELS = [f"{file}/{name}" for file, names in GOLDEN.items() for name in names]
 CASES = ("right_padded", "left_padded", "packed")
@@ -79,7 +80,7 @@ def test_logits_equal_transformers(model, tmp_path):
     assert max(difference(model, folder, case) for case in CASES) <= 1e-4
 
 
-@pytest.mark.parametrize("model", ["qwen2/tied", "qwen3/yarn", "llama/llama3"])
+@pytest.mark.parametrize("model", ["qwen2/tied", "qwen3/yarn", "llama/llama3", "gemma3/27b"])
 def test_a_directory_leaves_as_it_came(model, tmp_path):
     """Tensors keep their names and bits; config.json means the same, scaled angles included."""
     start, end = tmp_path / "start", tmp_path / "end"
@@ -92,6 +93,9 @@ def test_a_directory_leaves_as_it_came(model, tmp_path):
         np.testing.assert_array_equal(after[name], tensor, err_msg=name)
     ours, theirs = (json.loads((f / "config.json").read_text()) for f in (end, start))
     rope = theirs.pop("rope_parameters")
+    if "full_attention" in rope:
+        assert ours["rope_local_base_freq"] == rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
     assert ours["rope_theta"] == rope.pop("rope_theta")
     scaling = ours.get("rope_scaling", {"rope_type": "default"})
     assert {key: scaling[key] for key in rope} == rope
@@ -123,6 +127,11 @@ PUBLISHED = {
     ("llama", "3.2-1b"): 1_235_814_400,
     ("llama", "3.2-3b"): 3_212_749_824,
     ("llama", "3.3-70b"): 70_553_706_496,
+    ("gemma3_text", "270m"): 268_098_176,
+    ("gemma3_text", "1b"): 999_885_952,
+    ("gemma3_text", "4b"): 3_880_263_168,
+    ("gemma3_text", "12b"): 11_766_034_176,
+    ("gemma3_text", "27b"): 27_009_346_304,
 }
 
 
