@@ -194,10 +194,12 @@ def test_yarn_lengthens_the_texts_that_a_run_may_have(tmp_path):
 
 
 @pytest.mark.slow
-def test_sampler_and_learner_agree(tmp_path):
+@pytest.mark.parametrize(("model", "rank"), [("qwen3/yarn", 2), ("gemma3/1b", 0)])
+def test_sampler_and_learner_agree(model, rank, tmp_path):
     """A config samples what the model gives, over two shards of heads, and learns from it."""
-    folder = directory("qwen3/yarn", tmp_path)
-    built = sampled_step.programs("qwen3", folder, lora_rank=2)
+    folder = directory(model, tmp_path)
+    family = load_config(folder).model_type
+    built = sampled_step.programs(family, folder, lora_rank=rank)
     before, groups, state, metrics = sampled_step.step(built)
     graph, params = split(load_hf(folder))
 
