@@ -15,6 +15,7 @@ from models.kernels.xla import attention
 from models.precision import Weights
 from models.qwen2 import Qwen2Config
 from models.transformer import REMAT, abstract_params
+from tests.packed_rows import positions
 from tests.quick import jit, random_params
 
 N, K, H = 4, 2, 8
@@ -56,15 +57,6 @@ ROWS = {
 def inputs(dtype=np.float32):
     rng = np.random.default_rng(0)
     return [rng.normal(size=(B, T, heads, H)).astype(dtype) for heads in (N, K, K)]
-
-
-def positions(segment_BT, branch_BT):
-    """Each token's place in its sequence: a response's begin where its prompt's end."""
-    index_T, position_BT = np.arange(T), np.zeros((B, T), np.int32)
-    for b, t in np.argwhere(segment_BT > 0):
-        before_T = (segment_BT[b] == segment_BT[b, t]) & (index_T < t)
-        position_BT[b, t] = np.sum(before_T & np.isin(branch_BT[b], (0, branch_BT[b, t])))
-    return position_BT
 
 
 def definition(q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT, position_BT, window):
