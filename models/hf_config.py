@@ -111,9 +111,9 @@ def config_of(raw: Mapping[str, Any]) -> ModelConfig:
     raw = family.plain(raw)
     _check_computed(raw, family)
     rope_theta, rope_scaling = _rope(raw, default_theta=family.defaults["rope_theta"])
-    defaults = family.defaults | {"num_key_value_heads": raw.get("num_attention_heads")}
+    defaults = {"num_key_value_heads": raw.get("num_attention_heads")} | family.defaults
     given = {key: value for key, value in raw.items() if value is not None}
-    raw = defaults | {"tie_word_embeddings": False} | given
+    raw = {"tie_word_embeddings": False} | defaults | given
     sizes = {field: _number(raw, key, whole=True) for field, key in SIZE_KEYS.items()}
     width, heads, kv_heads = sizes["width"], sizes["num_heads"], sizes["num_kv_heads"]
     if heads % kv_heads:
