@@ -60,8 +60,8 @@ def load_config(path) -> ModelConfig:
 
     Raises FileNotFoundError where there is none, and ValueError, with file, key and value, for
     anything that the family does not compute: another architecture or activation, rotary
-    embeddings scaled in another way than those of models.rope, sliding windows, quantised weights,
-    sizes that do not fit together.
+    embeddings scaled in another way than those of models.rope, sliding windows that the family does
+    not have, quantised weights, sizes that do not fit together.
     """
     raw = read_config(path)
     try:

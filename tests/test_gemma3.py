@@ -223,6 +223,6 @@ def test_an_instruct_directory_is_sampled_and_trained(folder, tmp_path, monkeypa
     assert components.tokenizer(config).stop_ids == (106, 1)
     train.train(config, tmp_path / "run")
     (row,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
-    assert 0 < row["response/truncated"] < 1
-    assert row["update/ratio_gap"] < 1e-4
-    assert row["update/grad_norm"] > 0
+    assert 0 < row["response_tokens/truncated_fraction"] < 1
+    assert row["ratio_gap"] < 1e-4
+    assert row["grad_norm"] > 0
