@@ -247,8 +247,8 @@ def forward(weights, adapters, micro: Batch, *, graph, mesh, learning: Learning)
         how["adapt"] = functools.partial(adapt, scale=learning.lora.scale)
 
     def hidden(weights, adapters, tokens_BT, position_BT, segment_BT, branch_BT, *routes):
-        def attend(q_BTNH, k_BTKH, v_BTKH):
-            return kernels.attend_rows(q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT)
+        def attend(*qkv, window=None):
+            return kernels.attend_rows(*qkv, segment_BT, branch_BT, position_BT, window)
 
         model = nnx.merge(graph, weights)
         run = functools.partial(model.hidden, adapters=adapters, **how)

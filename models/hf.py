@@ -233,10 +233,10 @@ def _fetched(params, leaf, layer=None):
     return np.asarray(jnp.copy(array) if layer is None else array[layer])
 
 
-def _headers(path, config) -> dict[str, FileTensor]:
+def _headers(path, config: ModelConfig) -> dict[str, FileTensor]:
     """Reads which tensors the directory's weights have, from the files' headers and the index.
 
-    An expert's part of a stack counts as a tensor.
+    Their names are the family's own, and an expert's part of a stack counts as a tensor.
     """
     index_file = path / INDEX_FILE
     weight_map = {}
@@ -255,10 +255,11 @@ def _headers(path, config) -> dict[str, FileTensor]:
             f"{path} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; it holds {listing(path)}"
         )
     found = {
-        name: tensor
+        own: tensor
         for file in files
         for name, tensor in hf_stream.header(file).items()
         if weight_map.get(name, file.name) == file.name
+        and (own := config.own_tensor(name)) is not None
     }
     for (stack, names), layer in itertools.product(config.stacks.items(), range(config.num_layers)):
         if stack.format(layer) in found:

@@ -13,7 +13,7 @@ import numpy as np
 from etils import epath
 
 from models import families
-from models.parameters import ModelConfig
+from models.parameters import FULL, SLIDING, ModelConfig
 from models.rope import SCALINGS, RopeScaling, scaling_of
 
 CONFIG_FILE = "config.json"
@@ -60,8 +60,8 @@ def load_config(path) -> ModelConfig:
 
     Raises FileNotFoundError where there is none, and ValueError, with file, key and value, for
     anything that the family does not compute: another architecture or activation, rotary
-    embeddings scaled in another way than those of models.rope, sliding windows, quantised weights,
-    sizes that do not fit together.
+    embeddings scaled in another way than those of models.rope, sliding windows that the family does
+    not have, quantised weights, sizes that do not fit together.
     """
     raw = read_config(path)
     try:
@@ -71,14 +71,22 @@ def load_config(path) -> ModelConfig:
 
 
 def read_config(path) -> dict[str, Any]:
-    """Reads the raw config.json of a Hugging Face directory, as a dictionary."""
+    """Reads the raw config.json of a Hugging Face directory, as a dictionary.
+
+    Of a model that sees images, too, its text part.
+    """
     path = epath.Path(path)
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is not a directory; give a Hugging Face model directory")
     file = path / CONFIG_FILE
     if not file.exists():
         raise FileNotFoundError(f"{path} has no {CONFIG_FILE}; it holds {listing(path)}")
-    return read_json(file)
+    raw = read_json(file)
+    text = raw.get("text_config")
+    if isinstance(text, dict) and text.get("model_type") == f"{raw.get('model_type')}_text":
+        outer = {k: v for k, v in raw.items() if k not in ("architectures", "text_config")}
+        return outer | text
+    return raw
 
 
 def read_json(file: epath.Path) -> dict[str, Any]:
@@ -100,6 +108,7 @@ def listing(folder: epath.Path) -> str:
 def config_of(raw: Mapping[str, Any]) -> ModelConfig:
     """Makes the config of config.json's content; raises ValueError as `load_config` does."""
     family = _family(raw)
+    raw = family.plain(raw)
     for alias, key in family.aliases.items():
         if (value := raw.get(alias)) is not None:
             if raw.get(key) not in (None, value):
@@ -107,9 +116,9 @@ def config_of(raw: Mapping[str, Any]) -> ModelConfig:
             raw = {**raw, key: value}
     _check_computed(raw, family)
     rope_theta, rope_scaling = _rope(raw, default_theta=family.defaults["rope_theta"])
-    defaults = family.defaults | {"num_key_value_heads": raw.get("num_attention_heads")}
+    defaults = {"num_key_value_heads": raw.get("num_attention_heads")} | family.defaults
     given = {key: value for key, value in raw.items() if value is not None}
-    raw = defaults | {"tie_word_embeddings": False} | given
+    raw = {"tie_word_embeddings": False} | defaults | given
     sizes = {field: _number(raw, key, whole=True) for field, key in SIZE_KEYS.items()}
     width, heads, kv_heads = sizes["width"], sizes["num_heads"], sizes["num_kv_heads"]
     if heads % kv_heads:
@@ -131,7 +140,21 @@ def config_of(raw: Mapping[str, Any]) -> ModelConfig:
         rope_theta=rope_theta,
         rms_norm_eps=_number(raw, "rms_norm_eps"),
         rope_scaling=rope_scaling,
+        windows=_windows(raw, family),
     )
+
+
+def _windows(raw: Mapping[str, Any], family: type[ModelConfig]) -> tuple[int | None, ...]:
+    """Reads each layer's window; refuses layers that the family does not have."""
+    types, computed = raw.get("layer_types"), family.layer_types(raw)
+    if computed != (types or computed) or len(computed) != raw["num_hidden_layers"]:
+        _refuse("layer_types", types, f"only {computed!r:.200} is supported")
+    if not {FULL, SLIDING}.issuperset(computed):
+        _refuse("layer_types", types, f"only {FULL!r} and {SLIDING!r} are supported")
+    if SLIDING not in computed:
+        return ()
+    window = _number(raw, "sliding_window", whole=True)
+    return tuple(window if kind == SLIDING else None for kind in computed)
 
 
 def _family(raw: Mapping[str, Any]) -> type[ModelConfig]:
@@ -156,9 +179,6 @@ def _check_computed(raw: Mapping[str, Any], family: type[ModelConfig]) -> None:
     biases = any(parameter.tensor.endswith("q_proj.bias") for parameter in family.layer.parameters)
     if raw.get("attention_bias") and not biases:
         _refuse("attention_bias", raw["attention_bias"], "only False is supported")
-    layers = raw.get("layer_types") or []
-    if not isinstance(layers, list) or any(layer != "full_attention" for layer in layers):
-        _refuse("layer_types", layers, "only 'full_attention' is supported")
     architectures = raw.get("architectures") or [family.architecture]
     if not isinstance(architectures, list) or family.architecture not in architectures:
         _refuse("architectures", architectures, f"only {family.architecture!r} is supported")
@@ -190,7 +210,7 @@ def _rope(raw: Mapping[str, Any], *, default_theta: float) -> tuple[float, RopeS
         _refuse("rope_scaling", raw["rope_scaling"], "must say the same as rope_parameters")
     # At top level transformers takes it, too.
     key = "original_max_position_embeddings"
-    if scaling is not None and raw.get(key) not in (None, getattr(scaling, key)):
+    if scaling is not None and raw.get(key) not in (None, getattr(scaling, key, raw.get(key))):
         _refuse(key, raw[key], f"{getattr(scaling, key)} beside the rope_type")
     return thetas[0], scaling
 
@@ -232,6 +252,11 @@ def config_json(config: ModelConfig, dtype: np.dtype, extra: Mapping[str, Any]) 
         **config.computes,
         "torch_dtype": dtype.name,
     }
+    types = [FULL if kind.window is None else SLIDING for kind in config.kinds]
+    if types != ModelConfig.layer_types(fixed) or types != config.layer_types(fixed):
+        fixed["layer_types"] = types
+    if config.windows:
+        fixed["sliding_window"] = max(window or 0 for window in config.windows)
     if config.rope_scaling:
         entries = dataclasses.asdict(config.rope_scaling)
         fixed["rope_scaling"] = {name: v for name, v in entries.items() if v is not None}
@@ -258,10 +283,10 @@ def _refuse(key: str, value: object, rule: str):
     raise ValueError(f"{key} is {value!r:.200}, but {rule}")
 
 
-def _own(raw: Mapping[str, Any], key: str, default: bool | int):
-    """Reads a value of a family's own, as its default: true or false, or a positive integer."""
+def _own(raw: Mapping[str, Any], key: str, default: float):
+    """Reads a value of a family's own, of its default's type; numbers are positive."""
     if not isinstance(default, bool):
-        return _number(raw, key, whole=True)
+        return _number(raw, key, whole=isinstance(default, int))
     if not isinstance(raw[key], bool):
         _refuse(key, raw[key], "must be true or false")
     return raw[key]

@@ -7,7 +7,7 @@ Names, shapes, shardings, random starts and Hugging Face's tensors all derive fr
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -111,12 +111,27 @@ FINAL_NORM = Parameter("final_norm_D", "model.norm.weight", "D", ones)
 HEAD = Parameter("head_DV", "lm_head.weight", "V D")  # none where it is the embedding, transposed
 
 
+FULL, SLIDING = "full_attention", "sliding_attention"  # what layers see, in transformers' words
+
+
+class LayerKind(NamedTuple):
+    """Says what a layer sees, and how it turns queries and keys.
+
+    window: how many tokens, the query's included; None: all up to it.
+    """
+
+    window: int | None
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """Holds the sizes of one model. `vocab_size` counts embedding rows, padding rows included.
 
     A family is a subclass: its layer, what Hugging Face calls it, and which values of config.json
-    it computes; it refuses other ones.
+    it computes; it refuses other ones. `windows`: every layer's, as in LayerKind; (): no layer has
+    one.
     """
 
     vocab_size: int
@@ -130,6 +145,7 @@ class ModelConfig:
     rope_theta: float = 1e6
     rms_norm_eps: float = 1e-6
     rope_scaling: RopeScaling | None = None
+    windows: tuple[int | None, ...] = ()
 
     layer: ClassVar[type]  # of models.transformer.Layer
     model_type: ClassVar[str]
@@ -142,6 +158,29 @@ class ModelConfig:
     stacks: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     # What transformers computes with where config.json lacks a key.
     defaults: ClassVar[Mapping[str, Any]] = {"rms_norm_eps": 1e-6, "rope_theta": 1e4}
+    final_norm: ClassVar[Parameter] = FINAL_NORM
+    embed_scale: ClassVar[float] = 1.0  # of the tokens' embeddings, rounded to the compute dtype
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """Gives each layer's kind."""
+        windows = self.windows or (None,) * self.num_layers
+        return tuple(LayerKind(w, self.rope_theta, self.rope_scaling) for w in windows)
+
+    @classmethod
+    def layer_types(cls, raw: Mapping[str, Any]) -> list[str]:
+        """Says of config.json's layers which are FULL and which SLIDING."""
+        return [FULL] * raw["num_hidden_layers"]
+
+    @classmethod
+    def plain(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Writes config.json with a key for each value, where the family's has others."""
+        return raw
+
+    @classmethod
+    def own_tensor(cls, name: str) -> str | None:
+        """Gives our name of a file's tensor; None: it is of a part that is not computed."""
+        return name
 
     @property
     def routes(self) -> tuple[int, ...]:
@@ -164,7 +203,7 @@ class ModelConfig:
     def parameters(self) -> dict[str, Parameter]:
         """Lists all parameters by name, in the order of the files."""
         head = () if self.tie_embeddings else (HEAD,)
-        return {p.name: p for p in (EMBED, *self.layer.parameters, FINAL_NORM, *head)}
+        return {p.name: p for p in (EMBED, *self.layer.parameters, self.final_norm, *head)}
 
 
 def param_axes(params: dict[str, Any]) -> dict[str, Any]:

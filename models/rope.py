@@ -1,4 +1,6 @@
-"""Rotary angles for texts longer than those a model was first trained on: Llama 3's and YaRN.
+"""Rotary angles for texts longer than those a model was first trained on.
+
+Linear (position interpolation), Llama 3's and YaRN.
 
 The learner and the sampler take their angles from models.transformer.rotation, which scales the
 frequencies as a model's config.json says. The fields are named as its keys.
@@ -34,6 +36,20 @@ class Llama3Scaling:
         turns_H = self.original_max_position_embeddings * frequency_H / (2 * math.pi)
         kept_H = jnp.clip((turns_H - low) / (high - low), 0, 1)
         return frequency_H * (kept_H + (1 - kept_H) / self.factor)
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearScaling:
+    """Slows all rotations by `factor` (Chen et al. 2023, arXiv 2306.15595; "linear")."""
+
+    factor: float
+    rope_type: str = "linear"
+    amplitude: ClassVar[float] = 1.0
+
+    def frequencies(self, frequency_H, *, theta: float):
+        """Divides frequency_H by the factor (section 2.3: positions over it)."""
+        del theta
+        return frequency_H / self.factor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,8 +94,8 @@ class YarnScaling:
         return frequency_H * (slowed_H / self.factor + 1 - slowed_H)
 
 
-RopeScaling = Llama3Scaling | YarnScaling
-SCALINGS = {"llama3": Llama3Scaling, "yarn": YarnScaling}
+RopeScaling = Llama3Scaling | YarnScaling | LinearScaling
+SCALINGS = {"llama3": Llama3Scaling, "yarn": YarnScaling, "linear": LinearScaling}
 
 
 def scaling_of(entries: Mapping[str, Any]) -> RopeScaling:

@@ -1,13 +1,12 @@
-"""The decoder that dense models share, in flax.nnx: one layer for the learner and the sampler.
+"""The decoder that all models share, in flax.nnx: one layer for the learner and the sampler.
 
 A model family (qwen2.py) is a ModelConfig with a Layer: which parameters a layer has, and what
 becomes of its queries, keys and values.
 
 Axis letters: B rows, T tokens, S keys, D width, N query heads, K key/value heads, H head size,
 F feed-forward, V vocabulary, L layers, R rank of a low-rank factor, A experts of a token.
-Activations are float32 between
-products, which round what they read to the compute dtype (models.precision); norms, rotary
-angles, softmax and logits are float32.
+Activations are float32 between products, which round what they read to the compute dtype
+(models.precision); norms, rotary angles, softmax and logits are float32.
 """
 
 import functools
@@ -22,8 +21,8 @@ from jax.ad_checkpoint import checkpoint_name
 from models.kernels.xla import ATTENTION, attention
 from models.parameters import (
     EMBED,
-    FINAL_NORM,
     HEAD,
+    LayerKind,
     ModelConfig,
     Parameter,
     axis_letters,
@@ -64,15 +63,15 @@ def rms_norm(x, scale, *, eps):
     return scale * (x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps))
 
 
-def rotation(position_BT, config: ModelConfig):
+def rotation(position_BT, kind: LayerKind, *, head_dim: int):
     """Computes (cos, sin) of the rotary embedding's angles, [B, T, 1, 2, H / 2], float32.
 
-    Made once for all layers and heads; the barrier keeps XLA from making them again in each.
+    Made once for all layers of a kind, and heads; the barrier keeps XLA from making them again.
     """
-    half, scaling = config.head_dim // 2, config.rope_scaling
-    frequency_H = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    half, scaling = head_dim // 2, kind.rope_scaling
+    frequency_H = kind.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     if scaling is not None:
-        frequency_H = scaling.frequencies(frequency_H, theta=config.rope_theta)
+        frequency_H = scaling.frequencies(frequency_H, theta=kind.rope_theta)
     angle_BTH = position_BT[..., None].astype(jnp.float32) * frequency_H
     cos, sin = jnp.cos(angle_BTH), jnp.sin(angle_BTH)
     if scaling is not None:
@@ -103,6 +102,14 @@ def causal_mask(segment_BT):
     return same_BTS & (index_T[:, None] >= index_T[None, :])
 
 
+def windowed(mask_BTS, window: int | None):
+    """Leaves of a causal mask a token itself and the window - 1 tokens before it; None: all."""
+    if window is None:
+        return mask_BTS
+    index_T = jnp.arange(mask_BTS.shape[-1])
+    return mask_BTS & (index_T[:, None] - index_T < window)
+
+
 def logits(x_BTD, head_DV):
     """Computes logits in float32, whatever the parameters' dtype."""
     return jnp.einsum("...D,DV->...V", x_BTD, head_DV, preferred_element_type=jnp.float32)
@@ -123,6 +130,9 @@ class Layer(nnx.Module):
         matrix("down_FD", "mlp.down_proj", "D F"),
     )
 
+    norm = staticmethod(rms_norm)  # the final one too
+    activation = staticmethod(jax.nn.silu)
+
     def __init__(self, config: ModelConfig, *, key):
         random = [p.name for p in self.parameters if p.init is normal]
         keys = dict(zip(random, jax.random.split(key, len(random)), strict=True))
@@ -135,8 +145,16 @@ class Layer(nnx.Module):
         """Returns float32 queries, keys and values; a family may change them, as in biases."""
         return q_BTNH, k_BTKH, v_BTKH
 
+    def behind_attention(self, out_BTD):
+        """Returns what is added to the layer's input; a family may change it, as by a norm."""
+        return out_BTD
+
+    def behind_feed_forward(self, out_BTD):
+        """Returns what is added behind attention; a family may change it, as by a norm."""
+        return out_BTD
+
     def feed_forward(self, h_BTD, times, *, weights: Weights, axis: str | None, routes):
-        """Computes SwiGLU: (out_BTD, None); a family with experts says which it chose.
+        """Computes the gated products: (out_BTD, None); a family with experts says which it chose.
 
         times(spec, x, w, name) -> float32 multiplies by a matrix. weights, axis and routes: as of
         `__call__`.
@@ -146,7 +164,7 @@ class Layer(nnx.Module):
             for w, name in ((self.gate_DF, "gate"), (self.up_DF, "up"))
         )
         gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
-        return times("BTF,FD->BTD", jax.nn.silu(gate) * up, self.down_FD[...], "down"), None
+        return times("BTF,FD->BTD", self.activation(gate) * up, self.down_FD[...], "down"), None
 
     def __call__(
         self,
@@ -183,7 +201,7 @@ class Layer(nnx.Module):
             return out + low_rank_product(spec, x, *factors[name], weights)
 
         dtype = weights.dtype_of(self.o_NHD[...])
-        h = gather(rms_norm(x_BTD, self.attn_norm_D[...], eps=eps).astype(dtype))
+        h = gather(self.norm(x_BTD, self.attn_norm_D[...], eps=eps).astype(dtype))
         q, k, v = self.of_heads(
             times(project, "BTD,DNH->BTNH", h, self.q_DNH[...], "q"),
             times(project, "BTD,DKH->BTKH", h, self.k_DKH[...], "k"),
@@ -195,12 +213,13 @@ class Layer(nnx.Module):
         # Heads as one axis: XLA sums over two in an order for which it copies the matrix first.
         out, o = out.reshape(*out.shape[:2], -1), self.o_NHD[...]
         o = o.reshape(-1, o.shape[-1])
-        x_BTD = x_BTD + reduce(times(jnp.einsum, "BTZ,ZD->BTD", out, o, "o"))
+        out = reduce(times(jnp.einsum, "BTZ,ZD->BTD", out, o, "o"))
+        x_BTD = x_BTD + self.behind_attention(out)
         x_BTD = checkpoint_name(x_BTD, PRODUCT)
-        h = gather(rms_norm(x_BTD, self.mlp_norm_D[...], eps=eps).astype(dtype))
+        h = gather(self.norm(x_BTD, self.mlp_norm_D[...], eps=eps).astype(dtype))
         how = {"weights": weights, "axis": axis, "routes": routes}
         out, chosen = self.feed_forward(h, functools.partial(times, project), **how)
-        return x_BTD + reduce(out), kept, chosen
+        return x_BTD + self.behind_feed_forward(reduce(out)), kept, chosen
 
 
 class Transformer(nnx.Module):
@@ -216,7 +235,7 @@ class Transformer(nnx.Module):
         self.layers = nnx.vmap(lambda k: config.layer(config, key=k))(
             jax.random.split(layers_key, config.num_layers)
         )
-        self.final_norm_D = array(FINAL_NORM, None)
+        self.final_norm_D = array(config.final_norm, None)
         if not config.tie_embeddings:
             self.head_DV = array(HEAD, head_key)
         self.config = config
@@ -244,14 +263,16 @@ class Transformer(nnx.Module):
     ):
         """Computes normed last hidden states: (x_BTD, chosen_LBTA).
 
-        attend(q_BTNH, k_BTKH, v_BTKH) -> out_BTNH. They are rounded as `weights` says. remat: a
-        name of REMAT, what of a layer is kept for the backward pass. project, gather, reduce and
-        weights: the layer's. axis: the mesh axis over which heads, feed-forward, experts and
-        vocabulary are split, or None. unroll: unroll the layers instead of scanning them. adapt(a
-        layer's parameters, its adapters) -> the parameters to compute with, LoRA's factors among
-        them, where `adapters` is a tree of arrays stacked as the layers are. routes_LBTA: the
-        experts of each token, uint8; None: the layers choose them. Of a model with experts
-        chosen_LBTA are those that the layers choose, or would have; else None.
+        attend(q_BTNH, k_BTKH, v_BTKH) -> out_BTNH; layers with a window give it that too, as
+        `window`. Where layers differ in kind the scan carries each one's, and only that kind's
+        attention is executed. The hidden states are rounded as `weights` says. remat: a name of
+        REMAT, what of a layer is kept for the backward pass. project, gather, reduce and weights:
+        the layer's. axis: the mesh axis over which heads, feed-forward, experts and vocabulary are
+        split, or None. unroll: unroll the layers instead of scanning them. adapt(a layer's
+        parameters, its adapters) -> the parameters to compute with, LoRA's factors among them,
+        where `adapters` is a tree of arrays stacked as the layers are. routes_LBTA: the experts of
+        each token, uint8; None: the layers choose them. Of a model with experts chosen_LBTA are
+        those that the layers choose, or would have; else None.
         """
         graph, state = nnx.split(self.layers)
         layers = nnx.to_pure_dict(state)
@@ -261,19 +282,31 @@ class Transformer(nnx.Module):
         how = {"gather": gather, "reduce": reduce, "project": project, "weights": weights}
         how["axis"] = axis
 
-        def attend_alone(*qkv):
-            return attend(*qkv), None
+        def through_layers(x_BTD, cos_sin_of):
+            kinds, cos_sins = list(cos_sin_of), list(cos_sin_of.values())
+            attends = [_with_window(attend, kind.window) for kind in kinds]
+            number_L, stacked = None, None
+            if len(kinds) > 1:
+                number_L = jnp.array([kinds.index(kind) for kind in self.config.kinds])
+                stacked = jax.tree.map(lambda *of_kinds: jnp.stack(of_kinds), *cos_sins)
 
-        def through_layers(x_BTD, cos_sin):
             def body(x_BTD, of_layer):
-                *params_and_adapters, routes = of_layer
+                *params_and_adapters, routes, number = of_layer
                 x_BTD = checkpoint_name(x_BTD, LAYER_INPUT)
                 own, factors = split_factors(adapt(*params_and_adapters))
                 run = functools.partial(nnx.merge(graph, own), factors=factors, **how)
+                cos_sin, attend_one = cos_sins[0], attends[0]
+                if number is not None:
+                    cos_sin = jax.tree.map(lambda of_kinds: of_kinds[number], stacked)
+                    attend_one = functools.partial(jax.lax.switch, number, attends)
+
+                def attend_alone(*qkv):
+                    return attend_one(*qkv), None
+
                 x_BTD, _, chosen = run(x_BTD, cos_sin, attend_alone, routes=routes)
                 return x_BTD, chosen
 
-            of_layers = (layers, adapters, routes_LBTA)
+            of_layers = (layers, adapters, routes_LBTA, number_L)
             return jax.lax.scan(REMAT[remat](body), x_BTD, of_layers, unroll=unroll)
 
         top = {"embed_VD": self.embed_VD[...], "final_norm_D": self.final_norm_D[...]}
@@ -284,10 +317,16 @@ class Transformer(nnx.Module):
         """Computes float32 logits_BTV. `segment_BT`: each token's sequence, 0 for padding."""
         segment_BT = jnp.ones_like(tokens_BT) if segment_BT is None else segment_BT
         mask_BTS = causal_mask(segment_BT)
-        x_BTD, _ = self.hidden(
-            tokens_BT, segment_positions(segment_BT), lambda q, k, v: attention(q, k, v, mask_BTS)
-        )
+
+        def attend(q, k, v, window=None):
+            return attention(q, k, v, windowed(mask_BTS, window))
+
+        x_BTD, _ = self.hidden(tokens_BT, segment_positions(segment_BT), attend)
         return logits(x_BTD, self.head())
+
+
+def _with_window(attend, window: int | None):
+    return attend if window is None else functools.partial(attend, window=window)
 
 
 def hidden_layer_by_layer(
@@ -303,12 +342,12 @@ def hidden_layer_by_layer(
 
     reduce = functools.partial(_over, axis=axis, dtype=params["embed_VD"].dtype)
 
-    def through_layers(x_BTD, cos_sin):
+    def through_layers(x_BTD, cos_sin_of):
         kept = []
-        for array, attend in zip(params["layers"], attends, strict=True):
+        for array, kind, attend in zip(params["layers"], config.kinds, attends, strict=True):
             own, factors = split_factors(transposed(array))
             run = functools.partial(nnx.merge(graph, own), reduce=reduce, project=project)
-            x_BTD, *kept_of_one = run(x_BTD, cos_sin, attend, factors=factors, axis=axis)
+            x_BTD, *kept_of_one = run(x_BTD, cos_sin_of[kind], attend, factors=factors, axis=axis)
             kept.append(kept_of_one)
         return x_BTD, kept
 
@@ -319,14 +358,21 @@ def hidden_layer_by_layer(
 
 
 def _hidden(params, config, tokens_BT, position_BT, through_layers, *, weights, reduce, axis):
-    """Runs all but the head; through_layers(x_BTD, cos_sin) gives (x_BTD, what layers kept)."""
+    """Runs all but the head; through_layers(x_BTD, cos_sin_of) gives (x_BTD, what layers kept).
+
+    cos_sin_of: {kind of layer: its `rotation`}.
+    """
     embed_VD, scale_D = params["embed_VD"], params["final_norm_D"]
     dtype = weights.dtype_of(embed_VD)
     # Where rows are split over a mesh axis, each chip looks up its share.
     first_id = 0 if axis is None else jax.lax.axis_index(axis) * embed_VD.shape[0]
     x_BTD = reduce(lookup(embed_VD, tokens_BT, first_id, weights))
-    x_BTD, kept = through_layers(x_BTD, rotation(position_BT, config))
-    x_BTD = rms_norm(x_BTD, rounded(scale_D, dtype), eps=config.rms_norm_eps)
+    if config.embed_scale != 1:
+        x_BTD = x_BTD * jnp.asarray(config.embed_scale, dtype).astype(jnp.float32)
+    rotate = functools.partial(rotation, position_BT, head_dim=config.head_dim)
+    cos_sin_of = {kind: rotate(kind) for kind in dict.fromkeys(config.kinds)}
+    x_BTD, kept = through_layers(x_BTD, cos_sin_of)
+    x_BTD = config.layer.norm(x_BTD, rounded(scale_D, dtype), eps=config.rms_norm_eps)
     return x_BTD.astype(dtype), kept
 
 

@@ -3,7 +3,8 @@
 It runs transformers, in an environment of its own, away from the project's:
 
     python3 -m venv /tmp/golden && /tmp/golden/bin/pip install torch transformers numpy
-    /tmp/golden/bin/python tests/make_transformers_golden.py qwen2 qwen2_yarn qwen3 qwen3_moe llama
+    /tmp/golden/bin/python tests/make_transformers_golden.py qwen2 qwen2_yarn qwen3 qwen3_moe \
+        llama gemma3
 
 Keys are MODEL/config (config.json's text), MODEL/weights/NAME (float16, exact: the models' float32
 weights are rounded to it first) and MODEL/CASE/{tokens_BT,segment_BT,logits_BTV}. Logits are
@@ -16,7 +17,14 @@ import sys
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 FOLDER = pathlib.Path(__file__).parent / "golden_data"
 VOCAB = 96
@@ -34,6 +42,16 @@ YARN = {
     "rope_theta": 100.0,
     "factor": 4.0,
     "original_max_position_embeddings": 256,
+}
+# Of Gemma 3's two kinds of layers, and those from 4B on.
+LOCAL = {"rope_type": "default", "rope_theta": 10.0}
+GEMMA3 = {
+    "sliding_attention": LOCAL,
+    "full_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
+GEMMA3_LONG = {
+    "sliding_attention": LOCAL,
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 100.0},
 }
 
 
@@ -58,7 +76,23 @@ def small(kind, heads, head_dim, rope, *, tied, width=16, mlp=24, layers=2, eps=
 UNLIKE = YARN | {"beta_fast": 16.0, "attention_factor": 1.3}
 LONG = {"max_position_embeddings": 1024}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
+# Windows shorter than the texts; the heads' sizes are the divisors of scores, or are not (27B).
+WINDOW = {"sliding_window": 5, "pad_token_id": None}
 MODELS = {
+    "gemma3": {
+        "1b": small(
+            Gemma3TextConfig, 4, 8, GEMMA3, tied=True, layers=7, query_pre_attn_scalar=8, **WINDOW
+        ),
+        "27b": small(
+            Gemma3TextConfig,
+            *(4, 16, GEMMA3_LONG),
+            tied=True,
+            layers=3,
+            query_pre_attn_scalar=21,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            **WINDOW,
+        ),
+    },
     "qwen2": {
         "tied": small(Qwen2Config, 6, 8, 1e6, tied=True, width=32, mlp=48),
         "untied": small(Qwen2Config, 4, 16, 1e4, tied=False, width=32, mlp=40, layers=3, eps=1e-5),
@@ -93,7 +127,8 @@ def random_model(config, generator):
         noise = torch.randn(parameter.shape, generator=generator)
         if "norm" in name:
             gain = 1.5 if "q_norm" in name or "k_norm" in name else 1.0
-            value = gain * (1 + 0.3 * noise)
+            zero = 1.0 if config.model_type == "gemma3_text" else 0.0  # scales by 1 + weight
+            value = gain * (1 + 0.3 * noise) - zero
         elif name.endswith("bias"):
             value = 0.5 * noise
         elif name.endswith("embed_tokens.weight") and config.tie_word_embeddings:

@@ -18,9 +18,24 @@ def arrays(segment_BT, *, heads=(4, 2, 2), head_dim=16):
     return [rng.normal(size=(*segment_BT.shape, n, head_dim)).astype(np.float32) for n in heads]
 
 
-def value_and_gradient(attend, arrays, segment_BT, counts_BT, branch_BT=None):
+def positions(segment_BT, branch_BT):
+    """Each token's place in its sequence: a response's begin where its prompt's end."""
+    position_BT = np.zeros_like(segment_BT)
+    for position_T, segment_T, branch_T in zip(position_BT, segment_BT, branch_BT, strict=True):
+        for segment in set(segment_T.tolist()) - {0}:
+            its_T = segment_T == segment
+            prompt = np.sum(its_T & (branch_T == 0))
+            for branch in set(branch_T[its_T].tolist()):
+                of_branch_T = its_T & (branch_T == branch)
+                start = prompt if branch else 0
+                position_T[of_branch_T] = start + np.arange(of_branch_T.sum())
+    return position_BT
+
+
+def value_and_gradient(attend, arrays, segment_BT, counts_BT, branch_BT=None, window=None):
     """(loss, gradients, outputs), the loss being over the tokens that count."""
     numbers = segment_BT, np.zeros_like(segment_BT) if branch_BT is None else branch_BT
+    numbers += positions(*numbers), window
 
     def loss(*arrays):
         out_BTNH = attend(*arrays, *numbers)
@@ -32,10 +47,10 @@ def value_and_gradient(attend, arrays, segment_BT, counts_BT, branch_BT=None):
     return value, gradients, out_BTNH
 
 
-def agrees_with_plain_attention(attend, segment_BT, *, head_dim, branch_BT=None):
+def agrees_with_plain_attention(attend, segment_BT, *, head_dim, branch_BT=None, window=None):
     """Checks values and gradients of the tokens in use; returns the outputs of all."""
     used = segment_BT > 0
-    given = arrays(segment_BT, head_dim=head_dim), segment_BT, used, branch_BT
+    given = arrays(segment_BT, head_dim=head_dim), segment_BT, used, branch_BT, window
     value, gradients, out_BTNH = value_and_gradient(attend, *given)
     expected, expected_gradients, expected_BTNH = value_and_gradient(packed_attention, *given)
     np.testing.assert_allclose(value, expected, rtol=1e-5)

@@ -28,13 +28,15 @@ class Case:
     page_BX: Any
     prompt_tokens_B: Any
     tokens_B: Any
+    window: int | None = None
 
     @property
     def arguments(self):
-        return [value for name, value in vars(self).items() if name != "attend"]
+        return [value for name, value in vars(self).items() if name not in ("attend", "window")]
 
     def __call__(self, *, interpret=True):
-        return np.asarray(self.attend(*self.arguments, interpret=interpret))
+        how = {} if self.window is None else {"window": self.window}
+        return np.asarray(self.attend(*self.arguments, **how, interpret=interpret))
 
     def of_slots(self, slot_B):
         """The case with its slots in another order."""
@@ -46,7 +48,7 @@ class Case:
 def make_case(attend, *, heads, kv_heads, head_dim, page_tokens, dtype=jnp.float32):
     """A case; the prompts of the second and the third slot are one, in the same pages.
 
-    attend: the kernel, jitted, with `interpret` static.
+    attend: the kernel, jitted, with `window` and `interpret` static.
     """
     N, K, H, C = heads, kv_heads, head_dim, page_tokens
     rng = np.random.default_rng(0)
@@ -102,7 +104,7 @@ def live_tokens(case, b):
         parts = [np.asarray(pool[i][page], np.float32) for pool, page, _ in lives]
         parts = [part.swapaxes(1, 2) if i == 0 else part for part in parts]
         kept = [p[:, :n].swapaxes(0, 1) for p, (*_, n) in zip(parts, lives, strict=True)]
-        yield np.concatenate(kept)
+        yield np.concatenate(kept)[-(case.window or 0) :]
 
 
 def reference(case, b):
@@ -124,6 +126,30 @@ def matches_the_definition(case):
     rounding = 1e-5 if case.q_BNH.dtype == jnp.float32 else 1e-2
     for b, out_NH in enumerate(out_BNH.astype(np.float32)):
         np.testing.assert_allclose(out_NH, reference(case, b), rtol=rounding, atol=rounding)
+
+
+def sees_a_window(case, window):
+    """As the definition says, where pages before all slots' windows hold NaN: none is read."""
+    C, case = case.pool[1].shape[2], dataclasses.replace(case, window=window)
+    pools, seen = (case.prompt_pool, case.pool), (set(), set())
+    for b, page_X in enumerate(case.page_BX):
+        counts = case.prompt_tokens_B[b], case.tokens_B[b]
+        unseen = sum(counts) + case.recent_tokens_B[b] - window
+        pages = iter(page_X.tolist())
+        for pages_seen, count, before in zip(seen, counts, (0, counts[0]), strict=True):
+            ends = ((next(pages), min(count, start + C)) for start in range(0, count, C))
+            pages_seen.update(page for page, end in ends if before + end > unseen)
+
+    def hidden(array, pages):
+        of_others = ~np.isin(np.arange(len(array)), list(pages))
+        return np.where(of_others[:, None, None, None], array.dtype.type(np.nan), array)
+
+    prompt_pool, pool = (
+        tuple(hidden(array, pages) for array in arrays)
+        for arrays, pages in zip(pools, seen, strict=True)
+    )
+    matches_the_definition(dataclasses.replace(case, prompt_pool=prompt_pool, pool=pool))
+    assert sum(map(len, seen)) < sum(len(arrays[0]) for arrays in pools) - 15
 
 
 def a_slot_depends_on_itself_alone(case):

@@ -15,6 +15,7 @@ from sharding.mesh import make_mesh
 
 SIZES = ("0_5b", "1_5b", "3b", "7b", "14b", "32b")
 CONFIGS = ("tiny", "forks", *(f"qwen2_5_{size}" for size in SIZES), "qwen3_8b", "qwen3_32b")
+CONFIGS += ("gemma3_1b", "gemma3_4b")
 
 
 def config_of(name: str, preset: str = ""):

@@ -19,6 +19,7 @@ from tests.packed_rows import (
     agrees_with_plain_attention,
     arrays,
     other_segments_are_not_read,
+    positions,
     value_and_gradient,
 )
 
@@ -35,38 +36,52 @@ def branches(segment_BT):
     return branch_BT + np.where(branch_BT > 0, 4 * segment_BT, 0)
 
 
-@pytest.mark.parametrize(("segment_BT", "head_dim"), [(ODD, 128), (ODD, 16), (MANY, 64)])
-def test_agrees_with_plain_attention_forward_and_backward(segment_BT, head_dim):
+@pytest.mark.parametrize(
+    ("segment_BT", "head_dim", "window"),
+    [(ODD, 128, None), (ODD, 16, None), (MANY, 64, None), (ODD, 16, 1), (MANY, 64, 70)],
+)
+def test_agrees_with_plain_attention_forward_and_backward(segment_BT, head_dim, window):
     """Segments end on borders of tiles and elsewhere; padding fills whole rows, too."""
     out_BTNH = agrees_with_plain_attention(
-        flash, segment_BT, head_dim=head_dim, branch_BT=branches(segment_BT)
+        flash, segment_BT, head_dim=head_dim, branch_BT=branches(segment_BT), window=window
     )
     assert not out_BTNH[segment_BT == 0].any()
 
 
 @pytest.mark.parametrize("tile", [(32, 16), (16, 64)])
-@pytest.mark.parametrize("branched", [False, True])
-def test_visits_what_is_seen_once_and_without_a_mask_what_is_seen_whole(tile, branched):
-    """Tells from all pairs of tokens; tiles between a prompt and a branch are not visited."""
+@pytest.mark.parametrize(("branched", "window"), [(False, None), (True, None), (True, 100)])
+def test_visits_what_is_seen_once_and_without_a_mask_what_is_seen_whole(tile, branched, window):
+    """Tells from all pairs of tokens; tiles between a prompt and a branch are not visited.
+
+    With a window some are that nobody sees, where a tile holds tokens of two sequences.
+    """
     segment_BT = np.pad(MANY, ((0, 0), (0, -MANY.shape[1] % 64)))
     branch_BT = branches(segment_BT) if branched else np.zeros_like(segment_BT)
     (B, T), (Q, S) = segment_BT.shape, tile
     seen_BTT = np.tril(segment_BT[:, :, None] == segment_BT[:, None])
     seen_BTT &= (branch_BT[:, None] == 0) | (branch_BT[:, :, None] == branch_BT[:, None])
     seen_BTT &= segment_BT[:, None] > 0
+    position_BT, most = positions(segment_BT, branch_BT), 1.2
+    if window is not None:
+        seen_BTT &= position_BT[:, :, None] - position_BT[:, None] < window
+        most = 2
     seen_BIQJS = seen_BTT.reshape(B, T // Q, Q, T // S, S)
     until_BT = flash_gpu._until(segment_BT, branch_BT)
     for axes, of_keys in (((0, 1, 3, 2, 4), False), ((0, 3, 1, 2, 4), True)):
         pairs_BIJQS = seen_BIQJS.transpose(axes)
         visits_BIJ, whole_BIJ = np.zeros((2, *pairs_BIJQS.shape[:3]), int)
-        bounds_BIX = np.array(flash_gpu._ranges(until_BT, tile, of_keys=of_keys))
+        how = {"window": window, "of_keys": of_keys}
+        bounds_BIX = np.array(flash_gpu._ranges(until_BT, position_BT, tile, **how))
         for b, i in np.ndindex(bounds_BIX.shape[:2]):
             for begin, whole, rest, end in bounds_BIX[b, i].reshape(-1, 4):
                 visits_BIJ[b, i, begin:end] += 1
                 whole_BIJ[b, i, whole:rest] += 1
         assert np.all(visits_BIJ[pairs_BIJQS.any(axis=(3, 4))] == 1)
-        assert visits_BIJ.max() == 1 and visits_BIJ.sum() < 1.2 * pairs_BIJQS.any(axis=(3, 4)).sum()
-        np.testing.assert_array_equal(whole_BIJ, pairs_BIJQS.all(axis=(3, 4)))
+        needed = pairs_BIJQS.any(axis=(3, 4)).sum()
+        assert visits_BIJ.max() == 1 and visits_BIJ.sum() < most * needed
+        if window is None:
+            np.testing.assert_array_equal(whole_BIJ, pairs_BIJQS.all(axis=(3, 4)))
+        assert whole_BIJ.any() and np.all(pairs_BIJQS.all(axis=(3, 4))[whole_BIJ > 0])
 
 
 def test_tiles_without_its_segment_are_not_even_read():

@@ -26,10 +26,11 @@ from tests.paged import (
     a_slot_depends_on_itself_alone,
     make_case,
     matches_the_definition,
+    sees_a_window,
 )
 from tests.quick import jit
 
-RUN = jit(paged_attention, static_argnames="interpret")
+RUN = jit(paged_attention, static_argnames=("window", "interpret"))
 TINY = {"head_dim": 16, "page_tokens": 16}
 SHAPES = {
     "groups of 5": {"heads": 10, "kv_heads": 2, **TINY},
@@ -49,6 +50,13 @@ def small_splits(monkeypatch):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_matches_the_definition(shape):
     matches_the_definition(make_case(RUN, **SHAPES[shape]))
+
+
+@pytest.mark.parametrize("shape", ["groups of 5", "half precision"])
+def test_a_window_is_seen_and_no_page_before_it_read(shape):
+    """Of one token, within a page, of a page, of two and one more token."""
+    for window in (1, 7, 16, 33):
+        sees_a_window(make_case(RUN, **SHAPES[shape]), window)
 
 
 @pytest.mark.parametrize("shape", ["groups of 5", "half precision"])

@@ -33,6 +33,7 @@ GOLDEN = {
     "qwen3": ("tied", "untied", "yarn"),
     "qwen3_moe": ("normed", "plain"),
     "llama": ("untied", "llama3"),
+    "gemma3": ("1b", "27b"),
 }
 MODELS = [f"{file}/{name}" for file, names in GOLDEN.items() for name in names]
 CASES = ("right_padded", "left_padded", "packed")
@@ -80,7 +81,7 @@ def test_logits_equal_transformers(model, tmp_path):
     assert max(difference(model, folder, case) for case in CASES) <= 1e-4
 
 
-@pytest.mark.parametrize("model", ["qwen2/tied", "qwen3/yarn", "llama/llama3"])
+@pytest.mark.parametrize("model", ["qwen2/tied", "qwen3/yarn", "llama/llama3", "gemma3/27b"])
 def test_a_directory_leaves_as_it_came(model, tmp_path):
     """Tensors keep their names and bits; config.json means the same, scaled angles included."""
     start, end = tmp_path / "start", tmp_path / "end"
@@ -93,6 +94,9 @@ def test_a_directory_leaves_as_it_came(model, tmp_path):
         np.testing.assert_array_equal(after[name], tensor, err_msg=name)
     ours, theirs = (json.loads((f / "config.json").read_text()) for f in (end, start))
     rope = theirs.pop("rope_parameters")
+    if "full_attention" in rope:
+        assert ours["rope_local_base_freq"] == rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
     assert ours["rope_theta"] == rope.pop("rope_theta")
     scaling = ours.get("rope_scaling", {"rope_type": "default"})
     assert {key: scaling[key] for key in rope} == rope
@@ -126,6 +130,11 @@ PUBLISHED = {
     ("llama", "3.2-1b"): 1_235_814_400,
     ("llama", "3.2-3b"): 3_212_749_824,
     ("llama", "3.3-70b"): 70_553_706_496,
+    ("gemma3_text", "270m"): 268_098_176,
+    ("gemma3_text", "1b"): 999_885_952,
+    ("gemma3_text", "4b"): 3_880_263_168,
+    ("gemma3_text", "12b"): 11_766_034_176,
+    ("gemma3_text", "27b"): 27_009_346_304,
 }
 
 
@@ -192,10 +201,12 @@ def test_yarn_lengthens_the_texts_that_a_run_may_have(tmp_path):
 
 
 @pytest.mark.slow
-def test_sampler_and_learner_agree(tmp_path):
+@pytest.mark.parametrize(("model", "rank"), [("qwen3/yarn", 2), ("gemma3/1b", 0)])
+def test_sampler_and_learner_agree(model, rank, tmp_path):
     """A config samples what the model gives, over two shards of heads, and learns from it."""
-    folder = directory("qwen3/yarn", tmp_path)
-    built = sampled_step.programs("qwen3", folder, lora_rank=2)
+    folder = directory(model, tmp_path)
+    family = load_config(folder).model_type
+    built = sampled_step.programs(family, folder, lora_rank=rank)
     before, groups, state, metrics = sampled_step.step(built)
     graph, params = split(load_hf(folder))
 

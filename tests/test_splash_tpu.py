@@ -37,12 +37,15 @@ def splash(*args):
 
 
 @pytest.mark.parametrize(
-    ("segment_BT", "head_dim", "cores"), [(ODD, 128, 1), (ODD, 64, 2), (MANY, 128, 2)]
+    ("segment_BT", "head_dim", "cores", "window"),
+    [(ODD, 128, 1, None), (ODD, 64, 2, None), (MANY, 128, 2, None), (MANY, 128, 1, 129)],
 )
-def test_agrees_with_plain_attention_forward_and_backward(segment_BT, head_dim, cores, monkeypatch):
+def test_agrees_with_plain_attention_forward_and_backward(
+    segment_BT, head_dim, cores, window, monkeypatch
+):
     """Segments end on borders of blocks and elsewhere; padding fills whole rows, too."""
     monkeypatch.setattr(splash_tpu, "cores", lambda interpret: cores)
-    out_BTNH = agrees_with_plain_attention(splash, segment_BT, head_dim=head_dim)
+    out_BTNH = agrees_with_plain_attention(splash, segment_BT, head_dim=head_dim, window=window)
     assert np.isfinite(out_BTNH).all()
 
 
@@ -56,20 +59,22 @@ def random_rows():
     return rows(*np.diff(ends_BS, prepend=0, append=1024))
 
 
-def test_visits_the_blocks_with_pairs_of_a_segment():
+@pytest.mark.parametrize("window", [None, 1, 2, 129, 130, 500])
+def test_visits_the_blocks_with_pairs_of_a_segment(window):
     """By the pairs themselves; the diagonal is for padding. A number stands for no order."""
     segment_BT = random_rows()
     pairs_BTT = (segment_BT[:, :, None] == segment_BT[:, None]) & (segment_BT > 0)[:, None]
-    pairs_BTT = np.tril(pairs_BTT) | np.eye(1024, dtype=bool)
+    pairs_BTT = np.triu(np.tril(pairs_BTT), 1 - (window or 1024)) | np.eye(1024, dtype=bool)
     expected_BIJ = pairs_BTT.reshape(8, 8, BLOCK, 8, BLOCK).any(axis=(2, 4))
-    np.testing.assert_array_equal(visited_blocks(segment_BT, BLOCK), expected_BIJ)
+    np.testing.assert_array_equal(visited_blocks(segment_BT, BLOCK, window), expected_BIJ)
     renamed_BT = np.array([0, 5, 2, 9, 1, 3])[segment_BT]
-    np.testing.assert_array_equal(visited_blocks(renamed_BT, BLOCK), expected_BIJ)
+    np.testing.assert_array_equal(visited_blocks(renamed_BT, BLOCK, window), expected_BIJ)
 
 
-def test_fetches_what_is_visited_next():
+@pytest.mark.parametrize("window", [None, 200])
+def test_fetches_what_is_visited_next(window):
     """Keys along rows of blocks, from one to the next; queries down a column, then the last's."""
-    for visited_IJ in np.asarray(visited_blocks(random_rows(), BLOCK)):
+    for visited_IJ in np.asarray(visited_blocks(random_rows(), BLOCK, window)):
         keys_IJ, queries_IJ = fetched_blocks(visited_IJ)
         visits = np.flatnonzero(visited_IJ)
         following = np.searchsorted(visits, np.arange(visited_IJ.size)) % len(visits)

@@ -26,6 +26,7 @@ from dapo_jax.sampler.sampling import (
 )
 from models.kernels import Kernels
 from models.kernels.xla import (
+    NearPages,
     PageTable,
     attention,
     combine,
@@ -35,7 +36,7 @@ from models.kernels.xla import (
     pieces,
 )
 from models.parameters import ModelConfig
-from models.transformer import causal_mask, hidden_layer_by_layer
+from models.transformer import causal_mask, hidden_layer_by_layer, windowed
 from sharding import rules
 
 
@@ -62,8 +63,8 @@ def prefill(params, pages, tokens_RT, page_RI, *, config: ModelConfig, axis: str
     R, T = tokens_RT.shape
     mask_RTS = causal_mask(jnp.ones((R, T), jnp.int32))
 
-    def attend(q, k, v):
-        return attention(q, k, v, mask_RTS)
+    def attend(q, k, v, window):
+        return attention(q, k, v, windowed(mask_RTS, window))
 
     kept, route_RTLA = _keys_and_values(params, tokens_RT, attend, config=config, axis=axis)
     return _write_rows(pages, kept, page_RI), route_RTLA
@@ -92,8 +93,10 @@ def recompute(
     T = tokens_RT.shape[1]
     segment_RT = (jnp.arange(T) < tokens_R[:, None]).astype(jnp.int32)
 
-    def attend(q, k, v):
-        return kernels.attend_rows(q, k, v, segment_RT, jnp.zeros_like(segment_RT))
+    def attend(q, k, v, window):
+        position_RT = jnp.broadcast_to(jnp.arange(T), segment_RT.shape)
+        rows = segment_RT, jnp.zeros_like(segment_RT), position_RT
+        return kernels.attend_rows(q, k, v, *rows, window)
 
     kept, _ = _keys_and_values(params, tokens_RT, attend, config=config, axis=axis)
     index_RT11 = jnp.minimum(begin_R[:, None] + jnp.arange(T), T - 1)[..., None, None]
@@ -104,14 +107,14 @@ def recompute(
 def _keys_and_values(params, tokens_RT, attend, *, config: ModelConfig, axis: str | None):
     """Runs rows of tokens: (each layer's (k_RTKH, v_RTKH), route_RTLA or None).
 
-    attend(q, k, v) -> out.
+    attend(q, k, v, window) -> out.
     """
 
-    def attend_and_keep(q, k, v):
-        return attend(q, k, v), (k, v)
+    def attend_and_keep(q, k, v, *, window):
+        return attend(q, k, v, window), (k, v)
 
     position_1T = jnp.arange(tokens_RT.shape[1])[None]
-    attends = [attend_and_keep] * config.num_layers
+    attends = [functools.partial(attend_and_keep, window=kind.window) for kind in config.kinds]
     return hidden_layer_by_layer(params, config, tokens_RT, position_1T, attends, axis=axis)[1:]
 
 
@@ -184,10 +187,12 @@ def decode_block(
     run_key = run_key_Z[0] if len(samplings) == 1 else run_key_Z[stream_B]
     key_B = request_keys(run_key, row["cursor"], row["sample"])
     uniform_SB = jax.vmap(lambda i: uniform_at(key_B, sampled_B + i))(jnp.arange(S))
+    windows = [kind.window for kind in config.kinds]
     if kernels.attend_pages is None:
-        attend_slots = _by_pieces(prompt_pages, pages, table, page_P, readers=cache.readers)
+        how = {"readers": cache.readers, "windows": windows}
+        attend_slots = _by_pieces(prompt_pages, pages, table, page_P, **how)
     else:
-        attend_slots = _by_kernel(kernels.attend_pages, prompt_pages, pages, table)
+        attend_slots = _by_kernel(kernels.attend_pages, prompt_pages, pages, table, windows)
 
     def unfinished(carry):
         i, active_B, *_ = carry
@@ -280,11 +285,11 @@ def _put(block, k_B1KH, v_B1KH, i):
     )
 
 
-def _by_pieces(prompt_pages, pages, table: PageTable, page_P, *, readers: int):
+def _by_pieces(prompt_pages, pages, table: PageTable, page_P, *, readers: int, windows):
     """Attention by plain XLA, page by page: attend(q_BNH, block, live_B, layer=) -> out_BNH.
 
     block: the keys and values (k_BKHS, v_BKSH) of this block, of which a query sees the first
-    live_B.
+    live_B. A layer with a window has those pages apart that its slots see.
     """
     where = pieces(
         table,
@@ -296,7 +301,14 @@ def _by_pieces(prompt_pages, pages, table: PageTable, page_P, *, readers: int):
     whole = len(page_P) == len(pages[0][0])
     closed = pages if whole else [(k_PKHC[page_P], v_PKCH[page_P]) for k_PKHC, v_PKCH in pages]
 
+    near = {}
+    for i, window in enumerate(windows):
+        if window is not None:
+            near[i] = NearPages(prompt_pages[i], closed[i], table, window=window)
+
     def attend(q_BNH, block, live_B, *, layer):
+        if layer in near:
+            return near[layer].attend(q_BNH, block, live_B)
         recent = page_attention(q_BNH[:, None], *block, live_B)
         q_URNH = of_readers(q_BNH, where.reader_URB)
         q_P1NH = of_readers(q_BNH, where.reader_P1B)
@@ -307,14 +319,15 @@ def _by_pieces(prompt_pages, pages, table: PageTable, page_P, *, readers: int):
     return attend
 
 
-def _by_kernel(attend_pages, prompt_pages, pages, table: PageTable):
+def _by_kernel(attend_pages, prompt_pages, pages, table: PageTable, windows):
     """As `_by_pieces`, by a kernel that reads just the live pages."""
     page_BX = page_order(table, page_tokens=pages[0][1].shape[2])
     tokens = (table.prompt_tokens_B, table.response_tokens_B)
 
     def attend(q_BNH, block, live_B, *, layer):
         pools = (prompt_pages[layer], pages[layer])
-        return attend_pages(q_BNH, block, live_B, *pools, page_BX, *tokens)
+        how = {} if windows[layer] is None else {"window": windows[layer]}
+        return attend_pages(q_BNH, block, live_B, *pools, page_BX, *tokens, **how)
 
     return attend
 

@@ -25,15 +25,15 @@ from models.kernels.pages_tpu import LANES
 class Kernels:
     """Holds what differs between kinds of hardware in how a model is computed.
 
-    attend_rows(q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT) -> out_BTNH attends inside packed
-    rows; shares_prompts says whether several responses may stand there behind one prompt.
-    attend_pages is `paged_tpu`'s or `paged_gpu`'s, with its last argument given, or None where
-    plain XLA attends to pages and writes them in a loop; write_pages and copy_pages are
-    `pages_tpu`'s or `xla`'s. page_tokens(tokens, head size) rounds a page up to what they take.
-    learn_product and decode_product are einsums with a weight matrix. With unrolls_layers the
-    learner unrolls its layers instead of scanning them, where it recomputes nothing.
-    decode_options are the compiler's for the sampler's programs, wide_options further ones for
-    those that run many tokens at once, update_options for the update.
+    attend_rows(q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT, position_BT=None, window=None) ->
+    out_BTNH attends inside packed rows, as `packed.packed_attention` does; shares_prompts says
+    whether several responses may stand there behind one prompt. attend_pages is `paged_tpu`'s or
+    `paged_gpu`'s, with its last argument given, or None where plain XLA attends to pages and writes
+    them in a loop; write_pages and copy_pages are `pages_tpu`'s or `xla`'s. page_tokens(tokens,
+    head size) rounds a page up to what they take. learn_product and decode_product are einsums with
+    a weight matrix. With unrolls_layers the learner unrolls its layers instead of scanning them,
+    where it recomputes nothing. decode_options are the compiler's for the sampler's programs,
+    wide_options further ones for those that run many tokens at once, update_options for the update.
     platform is the one that can run all this; None: any.
     """
 

@@ -35,12 +35,23 @@ LOG2_E = math.log2(math.e)  # makes powers of e powers of 2
 FEW = 512  # programs that may leave a GPU idle until the longest of them ends
 
 
-def flash_attention(q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT, *, interpret: bool = False):
+def flash_attention(
+    q_BTNH,
+    k_BTKH,
+    v_BTKH,
+    segment_BT,
+    branch_BT,
+    position_BT=None,
+    window: int | None = None,
+    *,
+    interpret: bool = False,
+):
     """Does what `packed.packed_attention` does; the head size is a power of two, 16 or more."""
     longest = max(max(tile[:2]) for tile in _tiles(q_BTNH))
     pad = functools.partial(padded, multiple=longest)
     until_BT = _until(pad(segment_BT), pad(branch_BT))
-    out_BTNH = _attention(interpret, *map(pad, (q_BTNH, k_BTKH, v_BTKH)), until_BT)
+    rows = (until_BT, None if window is None else pad(position_BT))
+    out_BTNH = _attention(interpret, window, *map(pad, (q_BTNH, k_BTKH, v_BTKH)), rows)
     return out_BTNH[:, : q_BTNH.shape[1]]
 
 
@@ -55,37 +66,38 @@ def _call(kernel, tile, interpret: bool, *arrays, **more):
     return triton.call(kernel, *arrays, warps=warps, stages=stages, interpret=interpret, **more)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(interpret, q_BTNH, k_BTKH, v_BTKH, until_BT):
-    return _forward(interpret, q_BTNH, k_BTKH, v_BTKH, until_BT)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attention(interpret, window, q_BTNH, k_BTKH, v_BTKH, rows):
+    return _forward(interpret, window, q_BTNH, k_BTKH, v_BTKH, rows)[0]
 
 
-def _forward(interpret, q_BTNH, k_BTKH, v_BTKH, until_BT):
+def _forward(interpret, window, q_BTNH, k_BTKH, v_BTKH, rows):
     B, T, N, _ = q_BTNH.shape
     tile, _, _ = _tiles(q_BTNH)
     out_BTNH, norm_BNT = _call(
-        _forward_kernel,
-        *(tile, interpret, _ranges(until_BT, tile), until_BT, q_BTNH, k_BTKH, v_BTKH),
+        functools.partial(_forward_kernel, window=window),
+        *(tile, interpret, _ranges(*rows, tile, window=window), rows, q_BTNH, k_BTKH, v_BTKH),
         grid=(N, B, T // tile[0]),
         out_shape=[like(q_BTNH), like(q_BTNH, (B, N, T), jnp.float32)],
         name="flash_attention",
     )
     out_BTNH = checkpoint_name(out_BTNH, ATTENTION)
     norm_BNT = checkpoint_name(norm_BNT, ATTENTION)
-    return out_BTNH, (q_BTNH, k_BTKH, v_BTKH, until_BT, out_BTNH, norm_BNT)
+    return out_BTNH, (q_BTNH, k_BTKH, v_BTKH, rows, out_BTNH, norm_BNT)
 
 
-def _backward(interpret, residuals, d_out_BTNH):
-    q_BTNH, k_BTKH, v_BTKH, until_BT, out_BTNH, norm_BNT = residuals
+def _backward(interpret, window, residuals, d_out_BTNH):
+    q_BTNH, k_BTKH, v_BTKH, rows, out_BTNH, norm_BNT = residuals
     B, T, N, H = q_BTNH.shape
     K = k_BTKH.shape[2]
     _, tile, tile_of_keys = _tiles(q_BTNH)
     dot_BTN = jnp.sum(d_out_BTNH.astype(jnp.float32) * out_BTNH.astype(jnp.float32), axis=3)
-    arrays = (until_BT, q_BTNH, k_BTKH, v_BTKH, d_out_BTNH, norm_BNT)
+    ranges = functools.partial(_ranges, *rows, window=window)
+    arrays = (rows, q_BTNH, k_BTKH, v_BTKH, d_out_BTNH, norm_BNT)
     arrays = (*arrays, dot_BTN.swapaxes(1, 2))
     (d_q_BTNH,) = _call(
-        _queries_kernel,
-        *(tile, interpret, _ranges(until_BT, tile), *arrays),
+        functools.partial(_queries_kernel, window=window),
+        *(tile, interpret, ranges(tile), *arrays),
         grid=(N, B, T // tile[0]),
         out_shape=[like(q_BTNH)],
         name="flash_attention_d_queries",
@@ -95,8 +107,8 @@ def _backward(interpret, residuals, d_out_BTNH):
     parts = 1 if B * K * T // tile_of_keys[1] >= FEW else N // K
     d_BTLH = like(k_BTKH, (B, T, K * parts, H), k_BTKH.dtype if parts == 1 else jnp.float32)
     gradients = _call(
-        _keys_kernel,
-        *(tile_of_keys, interpret, _ranges(until_BT, tile_of_keys, of_keys=True), *arrays),
+        functools.partial(_keys_kernel, window=window),
+        *(tile_of_keys, interpret, ranges(tile_of_keys, of_keys=True), *arrays),
         grid=(K * parts, B, T // tile_of_keys[1]),
         out_shape=[d_BTLH, d_BTLH],
         name="flash_attention_d_keys",
@@ -124,12 +136,13 @@ def _until(segment_BT, branch_BT):
     return jnp.where(segment_BT > 0, until_BT, 0)
 
 
-def _ranges(until_BT, tile, *, of_keys: bool = False):
+def _ranges(until_BT, position_BT, tile, *, window: int | None = None, of_keys: bool = False):
     """Finds which tiles of keys each of queries visits, or of queries each of keys: bounds_BIX.
 
     Keys have two ranges, the prompt's and the branch's, or one where nothing is between. A range
     has four bounds: its tiles lie from the first to the last, those between the others are seen
-    whole.
+    whole. With a window a prompt's last keys visit what is between the first queries of its
+    branches, too.
     """
     Q, S, *_ = tile
     B, T = until_BT.shape
@@ -137,6 +150,12 @@ def _ranges(until_BT, tile, *, of_keys: bool = False):
     until_BJS = until_BT.reshape(B, -1, S)
     seen_BIJ = (until_BJS.max(axis=2)[:, None] > begin_I1) & (begin_J < begin_I1 + Q)
     whole_BIJ = (until_BJS.min(axis=2)[:, None] >= begin_I1 + Q) & (begin_J + S <= begin_I1 + 1)
+    if window is not None:
+        first_BT = jnp.where(until_BT > 0, position_BT, T)  # padding has no position
+        first_BI, last_BI = first_BT.reshape(B, -1, Q).min(2), position_BT.reshape(B, -1, Q).max(2)
+        first_BJ, last_BJ = first_BT.reshape(B, -1, S).min(2), position_BT.reshape(B, -1, S).max(2)
+        seen_BIJ &= first_BI[:, :, None] - last_BJ[:, None] < window
+        whole_BIJ &= last_BI[:, :, None] - first_BJ[:, None] < window
     if of_keys:
         seen_BIJ, whole_BIJ = seen_BIJ.swapaxes(1, 2), whole_BIJ.swapaxes(1, 2)
     tiles = seen_BIJ.shape[2]
@@ -186,14 +205,21 @@ def _visit(ranges_ref, b, program, turns: int, visit, state):
     return state
 
 
-def _seen(until_ref, b, queries, keys, axis: int):
+def _seen(rows_ref, b, queries, keys, axis: int, window: int | None):
     """Says what the tokens of a tile of queries, which are along this axis, see of one of keys."""
+    until_ref, position_ref = rows_ref
     query = jnp.expand_dims(queries.start + jnp.arange(queries.size), 1 - axis)
     key = jnp.expand_dims(keys.start + jnp.arange(keys.size), axis)
-    return (query >= key) & (query < jnp.expand_dims(until_ref[b, keys], axis))
+    seen = (query >= key) & (query < jnp.expand_dims(until_ref[b, keys], axis))
+    if window is None:
+        return seen
+    query, key = (
+        jnp.expand_dims(position_ref[b, of], a) for of, a in ((queries, 1 - axis), (keys, axis))
+    )
+    return seen & (query - key < window)
 
 
-def _forward_kernel(ranges_ref, until_ref, *refs, tile, exp2):
+def _forward_kernel(ranges_ref, rows_ref, *refs, tile, exp2, window):
     q_ref, k_ref, v_ref, out_ref, norm_ref = refs
     # Later queries have more keys: they go first, lest the last programs be the longest.
     n, b, i = pl.program_id(0), pl.program_id(1), pl.num_programs(2) - 1 - pl.program_id(2)
@@ -207,7 +233,7 @@ def _forward_kernel(ranges_ref, until_ref, *refs, tile, exp2):
         keys = pl.ds(j * S, S)
         x_QS = triton.dot(q_QH, k_ref[b, keys, h, :].T)
         if not whole:
-            x_QS = jnp.where(_seen(until_ref, b, queries, keys, 0), x_QS, MASKED)
+            x_QS = jnp.where(_seen(rows_ref, b, queries, keys, 0, window), x_QS, MASKED)
         new_max_Q1 = jnp.maximum(max_Q1, x_QS.max(axis=1, keepdims=True))
         p_QS = exp2(x_QS, scale, -scale * new_max_Q1)
         decay_Q1 = exp2(max_Q1 - new_max_Q1, scale, 0.0)
@@ -223,7 +249,7 @@ def _forward_kernel(ranges_ref, until_ref, *refs, tile, exp2):
     norm_ref[b, n, queries] = (max_Q1 * scale + jnp.log2(sum_Q1))[:, 0]
 
 
-def _queries_kernel(ranges_ref, until_ref, *refs, tile, exp2):
+def _queries_kernel(ranges_ref, rows_ref, *refs, tile, exp2, window):
     q_ref, k_ref, v_ref, d_out_ref, norm_ref, dot_ref, d_q_ref = refs
     n, b, i = pl.program_id(0), pl.program_id(1), pl.num_programs(2) - 1 - pl.program_id(2)
     (Q, S), H = tile, q_ref.shape[3]
@@ -237,7 +263,7 @@ def _queries_kernel(ranges_ref, until_ref, *refs, tile, exp2):
         k_SH, v_SH = k_ref[b, keys, h, :], v_ref[b, keys, h, :]
         p_QS = exp2(triton.dot(q_QH, k_SH.T), H**-0.5 * LOG2_E, -norm_Q1)
         if not whole:
-            p_QS = jnp.where(_seen(until_ref, b, queries, keys, 0), p_QS, 0.0)
+            p_QS = jnp.where(_seen(rows_ref, b, queries, keys, 0, window), p_QS, 0.0)
         d_x_QS = p_QS * (triton.dot(d_out_QH, v_SH.T) - dot_Q1)
         return d_q_QH + triton.dot(d_x_QS.astype(k_SH.dtype), k_SH)
 
@@ -245,7 +271,7 @@ def _queries_kernel(ranges_ref, until_ref, *refs, tile, exp2):
     d_q_ref[b, queries, n, :] = (d_q_QH * H**-0.5).astype(d_q_ref.dtype)
 
 
-def _keys_kernel(ranges_ref, until_ref, *refs, tile, exp2):
+def _keys_kernel(ranges_ref, rows_ref, *refs, tile, exp2, window):
     """Has keys first in what it multiplies, so that nothing is transposed but references."""
     q_ref, k_ref, v_ref, d_out_ref, norm_ref, dot_ref, d_k_ref, d_v_ref = refs
     part, b, j = (pl.program_id(axis) for axis in range(3))
@@ -262,7 +288,7 @@ def _keys_kernel(ranges_ref, until_ref, *refs, tile, exp2):
         norm_1Q, dot_1Q = norm_ref[b, n, queries][None], dot_ref[b, n, queries][None]
         p_SQ = exp2(triton.dot(k_SH, q_QH.T), H**-0.5 * LOG2_E, -norm_1Q)
         if not whole:
-            p_SQ = jnp.where(_seen(until_ref, b, queries, keys, 1), p_SQ, 0.0)
+            p_SQ = jnp.where(_seen(rows_ref, b, queries, keys, 1, window), p_SQ, 0.0)
         d_x_SQ = p_SQ * (triton.dot(v_SH, d_out_QH.T) - dot_1Q)
         d_k_SH += triton.dot(d_x_SQ.astype(q_QH.dtype), q_QH)
         d_v_SH += triton.dot(p_SQ.astype(d_out_QH.dtype), d_out_QH)

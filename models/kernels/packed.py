@@ -23,14 +23,20 @@ BLOCK_TOKENS = 64
 BLOCKS = 16  # query blocks computed together (W)
 
 
-def packed_attention(q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT):
+def packed_attention(
+    q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT, position_BT=None, window: int | None = None
+):
     """Attends inside whole rows: out_BTNH in the values' dtype, zero for padding.
 
     Token t looks at the tokens s <= t of its segment that are of its branch or of branch 0, the
-    prompt that the branches have in common. Numbers rise along a row; segment 0 is padding.
+    prompt that the branches have in common. Numbers rise along a row; segment 0 is padding. With a
+    window it looks at those alone whose position is less than `window` before its own; position_BT,
+    each token's place in its sequence, is read only then.
     """
     rows_BT = (q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT)
-    out_BTNH = _attention(*(padded(array_BT, BLOCK_TOKENS) for array_BT in rows_BT))
+    if window is not None:
+        rows_BT = (*rows_BT, position_BT)
+    out_BTNH = _attention(window, *(padded(array_BT, BLOCK_TOKENS) for array_BT in rows_BT))
     return out_BTNH[:, : segment_BT.shape[1]]
 
 
@@ -38,7 +44,8 @@ def packed_attention(q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT):
 class _Pairs:
     """Says which key blocks every query block visits, and in which order those are taken.
 
-    segment_QC, branch_QC, index_QC: of each token, the last its place in the row. key_QS: the key
+    segment_QC, branch_QC, index_QC: of each token, the last its place in the row; and position_QC,
+    where there is a window. key_QS: the key
     blocks, those with something to see first, `count_Q` of them. order_IW: the query blocks, those
     with most first, W at a time; Q stands for none.
     """
@@ -49,6 +56,8 @@ class _Pairs:
     key_QS: Any
     count_Q: Any
     order_IW: Any
+    position_QC: Any = None
+    window: int | None = struct.field(pytree_node=False, default=None)
 
     def seen(self, query_W, key_W, real_W):
         """Says what the tokens of query blocks see of one key block each: seen_WCS."""
@@ -59,10 +68,13 @@ class _Pairs:
         (segment, of_key), (branch, of_branch) = both(self.segment_QC), both(self.branch_QC)
         index, of_index = both(self.index_QC)
         own = (segment == of_key) & ((of_branch == 0) | (of_branch == branch))
+        if self.window is not None:
+            position, of_position = both(self.position_QC)
+            own &= position - of_position < self.window
         return own & (index >= of_index) & (segment > 0) & real_W[:, None, None]
 
 
-def _pairs(segment_BT, branch_BT) -> _Pairs:
+def _pairs(segment_BT, branch_BT, position_BT=None, *, window: int | None = None) -> _Pairs:
     B, T = segment_BT.shape
     C = BLOCK_TOKENS
     S = T // C
@@ -79,7 +91,16 @@ def _pairs(segment_BT, branch_BT) -> _Pairs:
     used_BSC, prompt_BSC = segment_BSC > 0, branch_BSC == 0
     of_prompt = overlap(ranges(segment_BSC, used_BSC), ranges(segment_BSC, used_BSC & prompt_BSC))
     branches = ranges(branch_BSC, ~prompt_BSC)
-    live_BQS = (of_prompt | overlap(branches, branches)) & jnp.tril(jnp.ones((S, S), bool))
+    of_branch = overlap(branches, branches)
+    if window is not None:
+        position_BSC = position_BT.reshape(B, S, C)
+        first_BQ, _ = ranges(position_BSC, used_BSC)
+        for_prompt, for_branch = (
+            first_BQ[:, :, None] - ranges(position_BSC, counted)[1][:, None] < window
+            for counted in (used_BSC & prompt_BSC, ~prompt_BSC)
+        )
+        of_prompt, of_branch = of_prompt & for_prompt, of_branch & for_branch
+    live_BQS = (of_prompt | of_branch) & jnp.tril(jnp.ones((S, S), bool))
     first_B11 = S * jnp.arange(B)[:, None, None]
     key_BQS = first_B11 + jnp.argsort(~live_BQS, axis=2, stable=True)
     count_Q = live_BQS.sum(axis=2).reshape(-1)
@@ -93,6 +114,8 @@ def _pairs(segment_BT, branch_BT) -> _Pairs:
         key_QS=key_BQS.reshape(-1, S),
         count_Q=count_Q,
         order_IW=order_IW,
+        position_QC=None if window is None else position_BT.reshape(-1, C),
+        window=window,
     )
 
 
@@ -116,14 +139,14 @@ def _in_order(array_IW, pairs):
 _product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
-@jax.custom_vjp
-def _attention(q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT):
-    return _forward(q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(window, q_BTNH, k_BTKH, v_BTKH, *rows_BT):
+    return _forward(window, q_BTNH, k_BTKH, v_BTKH, *rows_BT)[0]
 
 
-def _forward(q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT):
+def _forward(window, q_BTNH, k_BTKH, v_BTKH, *rows_BT):
     K, H = k_BTKH.shape[2:]
-    pairs = _pairs(segment_BT, branch_BT)
+    pairs = _pairs(*rows_BT, window=window)
     q_QKGCH, k_QKHS, v_QKSH = _queries(q_BTNH, K), _keys(k_BTKH).swapaxes(2, 3), _keys(v_BTKH)
 
     def query_blocks(query_W):
@@ -159,14 +182,14 @@ def _forward(q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT):
     out_IWCKGH, norm_IWKGC = jax.lax.map(query_blocks, pairs.order_IW)
     out_BTNH = checkpoint_name(_in_order(out_IWCKGH, pairs).reshape(q_BTNH.shape), ATTENTION)
     norm_QKGC = checkpoint_name(_in_order(norm_IWKGC, pairs), ATTENTION)
-    return out_BTNH, (q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT, out_BTNH, norm_QKGC)
+    return out_BTNH, (q_BTNH, k_BTKH, v_BTKH, *rows_BT, out_BTNH, norm_QKGC)
 
 
-def _backward(residuals, d_out_BTNH):
+def _backward(window, residuals, d_out_BTNH):
     """Has weights and scores with keys first: what is large is never transposed."""
-    q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT, out_BTNH, norm_QKGC = residuals
+    q_BTNH, k_BTKH, v_BTKH, *rows_BT, out_BTNH, norm_QKGC = residuals
     K, H = k_BTKH.shape[2:]
-    pairs = _pairs(segment_BT, branch_BT)
+    pairs = _pairs(*rows_BT, window=window)
     q_QKGCH, d_out_QKGCH = _queries(q_BTNH, K), _queries(d_out_BTNH, K)
     k_QKSH, v_QKSH = _keys(k_BTKH), _keys(v_BTKH)
     k_QKHS = k_QKSH.swapaxes(2, 3)
@@ -215,7 +238,7 @@ def _backward(residuals, d_out_BTNH):
         d_QKSH.swapaxes(1, 2).reshape(k_BTKH.shape).astype(k_BTKH.dtype)
         for d_QKSH in (d_k_QKSH, d_v_QKSH)
     )
-    return d_q_BTNH, d_k_BTKH, d_v_BTKH, None, None
+    return d_q_BTNH, d_k_BTKH, d_v_BTKH, *[None] * len(rows_BT)
 
 
 _attention.defvjp(_forward, _backward)

@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from models.kernels import triton
-from models.kernels.xla import MASKED, accumulate, like
+from models.kernels.xla import MASKED, accumulate, like, window_pages
 
 SPLIT_TOKENS = 512  # of one head, 128 to 256 KiB of keys and values in bfloat16
 TILE_TOKENS = 64
@@ -36,6 +36,7 @@ def paged_attention(
     prompt_tokens_B,
     tokens_B,
     *,
+    window: int | None = None,
     interpret: bool,
 ):
     """Attends with a token a slot to the slot's closed pages and to its most recent tokens.
@@ -47,14 +48,18 @@ def paged_attention(
     """
     B, N, H = q_BNH.shape
     _, K, C, _ = pool[1].shape
-    X, heads = page_BX.shape[1], N // K
+    heads, hidden_B = N // K, None
     if not interpret and any(size < triton.ROWS or size & (size - 1) for size in (H, C)):
         raise ValueError(
             f"head size {H} with pages of {C} tokens: the GPU's kernels need powers of two, 16 or "
             'more; set rollout.page_tokens to one, or model.kernels = "xla"'
         )
+    if window is not None:
+        page_BX, prompt_tokens_B, tokens_B, hidden_B = window_pages(
+            page_BX, prompt_tokens_B, tokens_B, recent_tokens_B, window=window, page_tokens=C
+        )
     pages = pages_per_split(C)
-    splits = pl.cdiv(X, pages)
+    splits = pl.cdiv(page_BX.shape[1], pages)
     tokens = (prompt_tokens_B, tokens_B)
     q_rows = q_BNH.reshape(B * N, H)
 
@@ -63,6 +68,7 @@ def paged_attention(
 
     pieces = triton.call(
         functools.partial(_split_kernel, heads=heads, pages=pages),
+        hidden_B,
         *tokens,
         page_BX,
         q_rows,
@@ -78,7 +84,7 @@ def paged_attention(
     k_BKHR, v_BKRH = recent
     missing = triton.padded(v_BKRH.shape[2]) - v_BKRH.shape[2]
     (out_rows,) = triton.call(
-        functools.partial(_combine_kernel, heads=heads, pages=pages, page_tokens=C),
+        functools.partial(_combine_kernel, heads=heads, pages=pages, page_tokens=C, window=window),
         *tokens,
         recent_tokens_B,
         q_rows,
@@ -100,6 +106,7 @@ def pages_per_split(page_tokens: int) -> int:
 
 
 def _split_kernel(
+    hidden_ref,
     prompt_tokens_ref,
     tokens_ref,
     page_ref,
@@ -125,15 +132,18 @@ def _split_kernel(
     q_QH, is_head_Q = _queries(q_ref, b, h, heads=heads)
     token_W = jnp.arange(W)
 
-    def attend(k_ref, v_ref, tokens, first, before, state):
+    def attend(k_ref, v_ref, tokens, first, before, hidden, state):
         """Adds tiles of `pages` pages, of which the first is number `first` of its pool's.
 
-        before: the slot's pages of other pools before this one's.
+        before: the slot's pages of other pools before this one's. hidden: how many of the pool's
+        first tokens are not seen, if any may be.
         """
 
         def add_tile(tile, state):
             page = page_ref[b, before + lax.div(tile, F)]
             is_live_W = token_W < tokens - tile * W
+            if hidden is not None:
+                is_live_W &= token_W >= hidden - tile * W
             where = pl.ds(lax.rem(tile, F) * W, W)
             # No mask: it would make these loads single tokens, and masked scores do as well.
             x_QW = triton.dot(q_QH, k_ref[page, h, :, where]) * H**-0.5
@@ -146,10 +156,13 @@ def _split_kernel(
         return lax.fori_loop(begin, jnp.minimum(end, pl.cdiv(tokens, W)), add_tile, state)
 
     state = _no_tokens(q_QH)
-    state = attend(k_prompts_ref, v_prompts_ref, prompt_tokens, first, 0, state)
-    state = attend(
-        k_responses_ref, v_responses_ref, tokens, first - prompt_pages, prompt_pages, state
-    )
+    hidden = of_response = None
+    if hidden_ref is not None:
+        hidden = hidden_ref[b]
+        of_response = hidden - prompt_tokens
+    state = attend(k_prompts_ref, v_prompts_ref, prompt_tokens, first, 0, hidden, state)
+    pool = (k_responses_ref, v_responses_ref, tokens)
+    state = attend(*pool, first - prompt_pages, prompt_pages, of_response, state)
 
     @pl.when(first < prompt_pages + pl.cdiv(tokens, C))
     def _():
@@ -175,6 +188,7 @@ def _combine_kernel(
     heads: int,
     pages: int,
     page_tokens: int,
+    window: int | None,
 ):
     """Attends to a slot's recent tokens and adds the pieces of its splits, one after the other."""
     h, b = (pl.program_id(axis) for axis in range(2))
@@ -182,6 +196,8 @@ def _combine_kernel(
     q_QH, is_head_Q = _queries(q_ref, b, h, heads=heads)
     x_QR = triton.dot(q_QH, k_recent_ref[b, h]) * H**-0.5
     is_live_R = jnp.arange(R) < recent_tokens_ref[b]
+    if window is not None:
+        is_live_R &= jnp.arange(R) >= recent_tokens_ref[b] - window
     x_QR = jnp.where(is_live_R[None], x_QR, MASKED)
     state = accumulate(_no_tokens(q_QH), x_QR, v_recent_ref[b, h], triton.dot)
     slot_pages = sum(pl.cdiv(ref[b], page_tokens) for ref in (prompt_tokens_ref, tokens_ref))

@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from models.kernels.pages_tpu import as_stored, token_axes
-from models.kernels.xla import MASKED, accumulate, like
+from models.kernels.xla import MASKED, accumulate, like, window_pages
 
 BLOCK_BYTES = 256 * 1024  # of the keys of a block, and as much of its values
 BUFFERS = 3  # blocks in VMEM: one being computed, two being read
@@ -38,6 +38,7 @@ def paged_attention(
     prompt_tokens_B,
     tokens_B,
     *,
+    window: int | None = None,
     interpret: bool,
 ):
     """Attends with a token a slot to the slot's closed pages and to its most recent tokens.
@@ -47,7 +48,8 @@ def paged_attention(
     recent: (k_BKHR, v_BKRH) in the same dtype, finite, of which the first `recent_tokens_B` live.
     page_BX: int32, of `xla.page_order`: the pages that `prompt_tokens_B` tokens fill from the
     front in the prompts' pool, then those that `tokens_B` fill in the responses'; the rest is
-    never read.
+    never read. window: a query sees itself and the window - 1 tokens before it, and no page before
+    them is read; None: it sees all.
     Returns out_BNH in q's dtype. A slot's numbers do not depend on other slots, on X or on which
     pages it has. The page ids of live pages have to be valid: on TPU they are not checked.
     Inside shard_map the result varies over the mesh axes that q_BNH varies over.
@@ -57,6 +59,11 @@ def paged_attention(
     B, N, H = q_BNH.shape
     _, K, C, _ = pool[1].shape
     Q, S = N // K, min(B, SLOTS)
+    hidden = []
+    if window is not None:
+        page_BX, prompt_tokens_B, tokens_B, *hidden = window_pages(
+            page_BX, prompt_tokens_B, tokens_B, recent_tokens_B, window=window, page_tokens=C
+        )
     k_token_axis, v_token_axis = axes = token_axes(C, H)
     pools = (*as_stored(*prompt_pool, axes), *as_stored(*pool, axes))
     live_B = jnp.where(prompt_tokens_B + tokens_B > 0, jnp.arange(B), B)
@@ -69,10 +76,13 @@ def paged_attention(
     recent = (k_BKHR.swapaxes(2, 3), v_BKRH)
     pages = pages_per_block(pool[1])
     q_BKQH = q_BNH.reshape(B, K, Q, H)
+    kernel = functools.partial(
+        _kernel, k_token_axis=k_token_axis, v_token_axis=v_token_axis, window=window
+    )
     out_BKQH = pl.pallas_call(
-        functools.partial(_kernel, k_token_axis=k_token_axis, v_token_axis=v_token_axis),
+        kernel if window is not None else functools.partial(kernel, None),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3,
+            num_scalar_prefetch=3 + len(hidden),
             grid=(pl.cdiv(B, S),),
             in_specs=[
                 of_slots(page_BX.shape[1], memory_space=pltpu.SMEM),
@@ -99,6 +109,7 @@ def paged_attention(
         interpret=interpret,
         name="paged_attention",
     )(
+        *hidden,
         prompt_tokens_B,
         tokens_B,
         next_live_B,
@@ -118,6 +129,7 @@ def pages_per_block(v_PKCH):
 
 
 def _kernel(
+    hidden_ref,
     prompt_tokens_ref,
     tokens_ref,
     next_live_ref,
@@ -139,6 +151,7 @@ def _kernel(
     *,
     k_token_axis: int,
     v_token_axis: int,
+    window: int | None,
 ):
     """Computes the slots [first, end). An item (slot, block, buffer) is a block to read."""
     S, K, _, H = q_ref.shape
@@ -244,6 +257,9 @@ def _kernel(
 
             token_1W = lax.rem(lax.broadcasted_iota(jnp.int32, (1, M * C), 1), C)
             live_1W = token_1W < jnp.concatenate([jnp.full((1, C), n) for n in live_M], axis=1)
+            if window is not None:  # of the slot's first page
+                place_1W = lax.broadcasted_iota(jnp.int32, (1, M * C), 1)
+                live_1W &= (block > 0) | (place_1W >= hidden_ref[slot])
             new_state = []
             for h in range(K):
                 k, v = (
@@ -272,7 +288,10 @@ def _kernel(
     live_S11 = recent_tokens_ref[...]
     for h in range(K):
         x_SQR = _dots(q_ref[:, h], k_recent_ref[:, h], axis=2) * H**-0.5
-        is_live = lax.broadcasted_iota(jnp.int32, x_SQR.shape, 2) < live_S11
+        token_SQR = lax.broadcasted_iota(jnp.int32, x_SQR.shape, 2)
+        is_live = token_SQR < live_S11
+        if window is not None:
+            is_live &= token_SQR >= live_S11 - window
         x_SQR = jnp.where(is_live, x_SQR, MASKED)
         max_SQ1 = x_SQR.max(axis=2, keepdims=True)
         p_SQR = jnp.exp(x_SQR - max_SQ1)

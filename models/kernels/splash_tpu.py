@@ -12,6 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.splash_attention import (
     BlockSizes,
     CausalMask,
+    LocalMask,
     MultiHeadMask,
     SegmentIds,
     make_splash_mha_single_device,
@@ -24,17 +25,21 @@ from models.kernels.xla import ATTENTION, padded
 BLOCK_TOKENS = 1024
 
 
-def visited_blocks(segment_BT, block: int):
+def visited_blocks(segment_BT, block: int, window: int | None = None):
     """Says which blocks [B, queries, keys] of rows the kernel visits, forward and backward: bool.
 
-    Those that hold a pair of one segment whose key is not behind its query, and all on the
-    diagonal, so that padding (segment 0) has keys too. T must be a multiple of block, and the
-    tokens of a segment must stand side by side.
+    Those that hold a pair of one segment whose key is not behind its query, nor before the query's
+    window, and all on the diagonal, so that padding (segment 0) has keys too. T must be a multiple
+    of block, and the tokens of a segment must stand side by side.
     """
     begins_BT = (jnp.diff(segment_BT, prepend=0) != 0) | (segment_BT == 0)
     run_BT = jnp.cumsum(begins_BT, axis=1)  # of one segment; each token of padding is its own
     run_BIC = run_BT.reshape(len(run_BT), -1, block)
-    return jnp.tril(run_BIC[:, :, :1] <= run_BIC[:, None, :, -1])
+    visited_BIJ = jnp.tril(run_BIC[:, :, :1] <= run_BIC[:, None, :, -1])
+    if window is None:
+        return visited_BIJ
+    begin_I = block * jnp.arange(run_BIC.shape[1])
+    return visited_BIJ & (begin_I[:, None] - (begin_I + block - 1) < window)
 
 
 def fetched_blocks(visited_IJ):
@@ -55,12 +60,23 @@ def cores(*, interpret: bool) -> int:
     return 2 if interpret else pltpu.get_tpu_info().num_cores
 
 
-def splash_attention(q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT, *, interpret: bool = False):
+def splash_attention(
+    q_BTNH,
+    k_BTKH,
+    v_BTKH,
+    segment_BT,
+    branch_BT,
+    position_BT=None,
+    window: int | None = None,
+    *,
+    interpret: bool = False,
+):
     """Attends inside whole rows: out_BTNH in the queries' dtype.
 
-    Token t looks at the tokens s <= t of its segment, which stand side by side. `branch_BT` is not
-    read: no segment may have more than one branch beside its prompt. What padding (segment 0) gives
-    means nothing, but is finite.
+    Token t looks at the tokens s <= t of its segment, which stand side by side; with a window at
+    itself and the window - 1 before it. `branch_BT` and `position_BT` are not read: no segment may
+    have more than one branch beside its prompt. What padding (segment 0) gives means nothing, but
+    is finite.
     """
     tokens, N, H = q_BTNH.shape[1:]
     block = min(BLOCK_TOKENS, tokens + -tokens % 128)
@@ -69,12 +85,13 @@ def splash_attention(q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT, *, interpret
     segment_BT = pad(segment_BT)
     T = segment_BT.shape[1]
     sides = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv")
+    mask = CausalMask((T, T)) if window is None else LocalMask((T, T), (window - 1, 0), 0)
     sizes = BlockSizes(**dict.fromkeys(sides, block), use_fused_bwd_kernel=True)
 
     def attend(row):
         q_NTH, k_KTH, v_KTH, segment_T, visited_IJ = row
         kernel = make_splash_mha_single_device(
-            MultiHeadMask([CausalMask((T, T))]),
+            MultiHeadMask([mask]),
             block_sizes=sizes,
             residual_checkpoint_name=ATTENTION,
             interpret=interpret,
@@ -95,6 +112,6 @@ def splash_attention(q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT, *, interpret
         return each(q_KG1TH, k_KTH[:, None], v_KTH[:, None]).reshape(N, T, H)
 
     scaled_BNTH = (q_BNTH * H**-0.5).astype(q_BNTH.dtype)
-    visited_BIJ = visited_blocks(segment_BT, block)
+    visited_BIJ = visited_blocks(segment_BT, block, window)
     out_BNTH = jax.lax.map(attend, (scaled_BNTH, k_BKTH, v_BKTH, segment_BT, visited_BIJ))
     return out_BNTH.swapaxes(1, 2)[:, :tokens]

@@ -110,10 +110,35 @@ def of_readers(q_BNH, reader_PRB):
     return jnp.einsum("PRB,BNH->PRNH", reader_PRB, q_BNH, precision=jax.lax.Precision.HIGHEST)
 
 
-def page_attention(q_PRNH, k_PKHC, v_PKCH, live_P):
+def window_pages(
+    page_BX, prompt_tokens_B, tokens_B, recent_tokens_B, *, window: int, page_tokens: int
+):
+    """Leaves out the pages before a window: (page_BX, prompt_tokens_B, tokens_B, hidden_B).
+
+    page_BX: `page_order`'s; the arguments of the kernels that attend to pages. A query, the last of
+    the recent tokens, sees itself and the window - 1 tokens before it. hidden_B: how many tokens of
+    the first page that is left it does not see; not above 0 where it sees all.
+    """
+    C, X = page_tokens, page_BX.shape[1]
+    counts = prompt_tokens_B, tokens_B
+    unseen_B = jnp.maximum(prompt_tokens_B + tokens_B + recent_tokens_B - window, 0)
+    unseen = jnp.minimum(unseen_B, prompt_tokens_B), jnp.maximum(unseen_B - prompt_tokens_B, 0)
+    dropped = [
+        jnp.where(u_B >= count_B, -(-count_B // C), u_B // C)
+        for u_B, count_B in zip(unseen, counts, strict=True)
+    ]
+    left = [jnp.maximum(n_B - C * d_B, 0) for n_B, d_B in zip(counts, dropped, strict=True)]
+    # At most window - 1 tokens are seen; they begin and end inside a page, the prompt's last too.
+    place_BX = sum(dropped)[:, None] + jnp.arange(min(X, (window - 2) // C + 3))
+    page_BX = jnp.take_along_axis(page_BX, jnp.minimum(place_BX, X - 1), axis=1)
+    return page_BX, *left, sum(left) + recent_tokens_B - window
+
+
+def page_attention(q_PRNH, k_PKHC, v_PKCH, live_P, first_P=None):
     """Attends to every page for its R readers: (out, max, sum) of P * R pieces.
 
     Every page is attended to by itself, so a piece has the same bits whatever is in other pages.
+    first_P: the first of a page's live tokens that is seen; None: all are.
     out_EKGH, max_EKG, sum_EKG: float32, not yet divided by the sum.
     """
     _, R, N, H = q_PRNH.shape
@@ -122,6 +147,8 @@ def page_attention(q_PRNH, k_PKHC, v_PKCH, live_P):
     q_PKQH = q_PRNH.reshape(P, R, K, G, H).swapaxes(1, 2).reshape(P, K, R * G, H)
     score_PKQC = jnp.einsum("PKQH,PKHC->PKQC", q_PKQH, k_PKHC, preferred_element_type=jnp.float32)
     live_PC = jnp.arange(C) < live_P[:, None]
+    if first_P is not None:
+        live_PC &= jnp.arange(C) >= first_P[:, None]
     score_PKQC = jnp.where(live_PC[:, None, None], score_PKQC * H**-0.5, MASKED)
     max_PKQ = jnp.max(score_PKQC, axis=-1)
     weight_PKQC = jnp.exp(score_PKQC - max_PKQ[..., None])
@@ -160,6 +187,49 @@ def combine(partials, entry_BX, *, dtype):
     columns = zip(jnp.unstack(scale_BXKG, axis=1), jnp.unstack(entry_BX, axis=1), strict=True)
     out_BKGH = sum(scale_BKG[..., None] * out_EKGH[entry_B] for scale_BKG, entry_B in columns)
     return out_BKGH.reshape(-1, K * G, H).astype(dtype)
+
+
+class NearPages:
+    """Holds the pages of every slot that a window sees, from the first step of a block on."""
+
+    def __init__(self, prompt_pool, pool, table: PageTable, *, window: int):
+        C = pool[1].shape[2]
+        counts = table.prompt_tokens_B, table.response_tokens_B
+        page_BX, prompt_B, tokens_B, self._hidden_B = window_pages(
+            page_order(table, page_tokens=C),
+            *(*counts, jnp.ones_like(table.prompt_tokens_B)),
+            window=window,
+            page_tokens=C,
+        )
+        prompt_B1, tokens_B1 = prompt_B[:, None], tokens_B[:, None]
+        begin_BX = C * jnp.arange(page_BX.shape[1]) + jnp.zeros_like(page_BX)
+        filled_B1 = -(-prompt_B1 // C) * C
+        of_prompt_BX = begin_BX < filled_B1
+        place_BX = jnp.where(of_prompt_BX, begin_BX, begin_BX - filled_B1)
+        self._live_BX = jnp.where(of_prompt_BX, prompt_B1, tokens_B1) - place_BX
+        self._before_BX = jnp.where(of_prompt_BX, 0, prompt_B1) + place_BX
+        self._window, self._pools = window, []
+        for prompts, responses in zip(prompt_pool, pool, strict=True):
+            pages = (a[jnp.minimum(page_BX, len(a) - 1)] for a in (prompts, responses))
+            of_prompt = of_prompt_BX[..., None, None, None]
+            page_BXKHC = jnp.where(of_prompt, *pages)
+            self._pools.append(page_BXKHC.reshape(-1, *page_BXKHC.shape[2:]))
+
+    def attend(self, q_BNH, block, live_B):
+        """Attends to them and to the first live_B tokens of a block: out_BNH."""
+        B, X = self._live_BX.shape
+        recent = page_attention(q_BNH[:, None], *block, live_B, live_B - self._window)
+        hidden_B1 = (self._hidden_B + live_B - 1)[:, None]
+        near = page_attention(
+            jnp.repeat(q_BNH, X, axis=0)[:, None],
+            *self._pools,
+            self._live_BX.reshape(-1),
+            (hidden_B1 - self._before_BX).reshape(-1),
+        )
+        slot_B1 = jnp.arange(B)[:, None]
+        of_page_BX = jnp.where(self._live_BX > 0, slot_B1 * X + jnp.arange(X), B * X + B)
+        entry_BX = jnp.concatenate([of_page_BX, B * X + slot_B1], axis=1)
+        return combine([near, recent], entry_BX, dtype=q_BNH.dtype)
 
 
 def copy_pages(pool, source_pool, page_M, source_page_M):

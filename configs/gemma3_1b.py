@@ -1,0 +1,23 @@
+"""DAPO on Gemma 3 1B (instruction-tuned) with responses of at most 4,096 tokens.
+
+    python -m dapo_jax.train --config=configs/gemma3_1b.py --workdir=RUN
+
+128 prompts x 16 responses, 4 updates of 512 responses a rollout step.
+Hardware: 8 TPU v5e or v6e chips (v5e-8, v6e-8).
+"""
+
+from configs import base
+
+
+def get_config(preset: str = ""):
+    config = base.on_dapo_math("google/gemma-3-1b-it", "1b", "gemma3_text")
+    config.updates_per_step = 4
+    config.rollout.num_prompts = 128
+    config.rollout.generation_prompts = 384
+    config.rollout.max_response_tokens = 4_096
+    config.rollout.slot_tokens = 1_024
+    config.rollout.cache_mib = 6_144
+    config.algo.overlong_cache_tokens = 1_024
+    config.learner.row_tokens = 6_144
+    config.learner.micro_batch_rows = 8
+    return base.apply_preset(config, preset)

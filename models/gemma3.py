@@ -1,0 +1,176 @@
+"""Gemma 3, text (arXiv 2503.19786): the published sizes; five layers with a window for one without.
+
+Norms scale by 1 + w, and stand behind attention and feed-forward too, and over each head's queries
+and keys. The gate is a GELU. Embeddings are multiplied by the root of the width.
+"""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from models.families import register
+from models.parameters import FULL, SLIDING, LayerKind, ModelConfig, norm, zeros
+from models.rope import LinearScaling
+from models.transformer import PRODUCT, Layer, rms_norm
+
+TEXT = re.compile(r"^(language_model\.model|model\.language_model)\.")
+IMAGES = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector)\.")
+
+
+def _norm(name: str, tensor: str):
+    return dataclasses.replace(norm(name, tensor), init=zeros)
+
+
+class Gemma3Layer(Layer):
+    """The shared layer with four norms more, and another gate."""
+
+    parameters = (
+        _norm("attn_norm_D", "input_layernorm"),
+        *(p for p in Layer.parameters if " " in p.layout),
+        _norm("q_norm_H", "self_attn.q_norm"),
+        _norm("k_norm_H", "self_attn.k_norm"),
+        _norm("attn_out_norm_D", "post_attention_layernorm"),
+        _norm("mlp_norm_D", "pre_feedforward_layernorm"),
+        _norm("mlp_out_norm_D", "post_feedforward_layernorm"),
+    )
+    activation = staticmethod(functools.partial(jax.nn.gelu, approximate=True))
+
+    @staticmethod
+    def norm(x, scale, *, eps):
+        """Divides by the root mean square of the last axis, and multiplies by 1 + scale."""
+        return rms_norm(x, 1 + scale, eps=eps)
+
+    def of_heads(self, q_BTNH, k_BTKH, v_BTKH):
+        """Norms each head's query and key; attention's H ** -0.5 becomes query_scalar ** -0.5."""
+        c = self.config
+        q_BTNH = self.norm(q_BTNH, self.q_norm_H[...], eps=c.rms_norm_eps)
+        if c.query_scalar != c.head_dim:
+            q_BTNH = q_BTNH * (c.head_dim / c.query_scalar) ** 0.5
+        return q_BTNH, self.norm(k_BTKH, self.k_norm_H[...], eps=c.rms_norm_eps), v_BTKH
+
+    def behind_attention(self, out_BTD):
+        """Norms what attention adds, which the backward pass may keep."""
+        out_BTD = checkpoint_name(out_BTD, PRODUCT)
+        return self.norm(out_BTD, self.attn_out_norm_D[...], eps=self.config.rms_norm_eps)
+
+    def behind_feed_forward(self, out_BTD):
+        """Norms what the feed-forward adds, which the backward pass may keep."""
+        out_BTD = checkpoint_name(out_BTD, PRODUCT)
+        return self.norm(out_BTD, self.mlp_out_norm_D[...], eps=self.config.rms_norm_eps)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gemma3Config(ModelConfig):
+    """Sizes of one Gemma 3 text model.
+
+    query_scalar: scores are divided by its root. local_rope_theta: of the layers with a window,
+    whose angles are not scaled.
+    """
+
+    query_scalar: int = 256
+    local_rope_theta: float = 1e4
+
+    layer = Gemma3Layer
+    model_type = "gemma3_text"
+    architecture = "Gemma3ForCausalLM"
+    computes: ClassVar[Mapping[str, Any]] = {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": False,
+        "use_bidirectional_attention": False,
+    }
+    defaults = ModelConfig.defaults | {
+        "vocab_size": 262_208,
+        "hidden_size": 2_304,
+        "intermediate_size": 9_216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "tie_word_embeddings": True,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4_096,
+        "sliding_window_pattern": 6,
+    }
+    keys: ClassVar[Mapping[str, str]] = {
+        "query_scalar": "query_pre_attn_scalar",
+        "local_rope_theta": "rope_local_base_freq",
+    }
+    final_norm = dataclasses.replace(ModelConfig.final_norm, init=zeros)
+
+    @property
+    def embed_scale(self) -> float:
+        """Gives the root of the width."""
+        return self.width**0.5
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """Gives each layer's kind: those with a window turn by their own angles."""
+        local = functools.partial(LayerKind, rope_theta=self.local_rope_theta, rope_scaling=None)
+        return tuple(kind if kind.window is None else local(kind.window) for kind in super().kinds)
+
+    @classmethod
+    def layer_types(cls, raw):
+        """Reads them, or makes every sixth layer a full one."""
+        every = raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern") or 6
+        pattern = [
+            FULL if (i + 1) % every == 0 else SLIDING for i in range(raw["num_hidden_layers"])
+        ]
+        return raw.get("layer_types") or pattern
+
+    @classmethod
+    def plain(cls, raw):
+        """Takes the two kinds' rope_parameters apart, as transformers 5 writes them."""
+        of_kinds = raw.get("rope_parameters") or {}
+        if not {FULL, SLIDING} & of_kinds.keys():
+            return raw
+        local = dict(of_kinds.get(SLIDING) or {})
+        theta = local.pop("rope_theta", None)
+        if local.pop("rope_type", "default") != "default" or local:
+            raise ValueError(
+                f"rope_parameters is {of_kinds!r:.200}, but those of {SLIDING} must be unscaled"
+            )
+        given = {} if theta is None else {"rope_local_base_freq": theta}
+        return raw | {"rope_parameters": of_kinds.get(FULL)} | given
+
+    @classmethod
+    def own_tensor(cls, name):
+        """Takes off the text model's prefix where the files hold a model of images too."""
+        if IMAGES.match(name):
+            return None
+        return TEXT.sub("model.", name).removeprefix("language_model.")
+
+
+def _sizes(*sizes, layers: int, heads, window: int, **more) -> Gemma3Config:
+    windows = tuple(None if (i + 1) % 6 == 0 else window for i in range(layers))
+    return Gemma3Config(*sizes, layers, *heads, True, windows=windows, **more)
+
+
+# The published sizes (https://huggingface.co/google, config.json of each model; the pre-trained
+# models and those trained further have the same).
+_LONG = LinearScaling(8.0)
+PRESETS = {
+    "270m": _sizes(262_144, 640, 2_048, layers=18, heads=(4, 1, 256), window=512),
+    "1b": _sizes(262_144, 1_152, 6_912, layers=26, heads=(4, 1, 256), window=512),
+    "4b": _sizes(
+        262_208, 2_560, 10_240, layers=34, heads=(8, 4, 256), window=1_024, rope_scaling=_LONG
+    ),
+    "12b": _sizes(
+        262_208, 3_840, 15_360, layers=48, heads=(16, 8, 256), window=1_024, rope_scaling=_LONG
+    ),
+    "27b": _sizes(
+        *(262_208, 5_376, 21_504),
+        layers=62,
+        heads=(32, 16, 128),
+        window=1_024,
+        rope_scaling=_LONG,
+        query_scalar=168,
+    ),
+}
+register(Gemma3Config, PRESETS)
