@@ -498,7 +498,7 @@ def decode(work: Work, preset: str, context: int) -> Found:
 
     def block():
         nonlocal pages
-        pages, token_SB, _ = engine.decode(
+        pages, token_SB, *_ = engine.decode(
             params, prompt_pages, pages, key_Z, rows, page_P, (sampling,)
         )
         return token_SB
