@@ -278,12 +278,11 @@ class Transformer(nnx.Module):
                 x_BTD = checkpoint_name(x_BTD, LAYER_INPUT)
                 own, factors = split_factors(adapt(*params_and_adapters))
                 run = functools.partial(nnx.merge(graph, own), factors=factors, **how)
-                if len(kinds) == 1:
-                    return run(x_BTD, cos_sins[0], lambda *qkv: (attends[0](*qkv), None))
-                cos_sin = jax.tree.map(lambda of_kinds: of_kinds[number], stacked)
-                return run(
-                    x_BTD, cos_sin, lambda *qkv: (jax.lax.switch(number, attends, *qkv), None)
-                )
+                cos_sin, see = cos_sins[0], attends[0]
+                if len(kinds) > 1:
+                    cos_sin = jax.tree.map(lambda of_kinds: of_kinds[number], stacked)
+                    see = functools.partial(jax.lax.switch, number, attends)
+                return run(x_BTD, cos_sin, lambda *qkv: (see(*qkv), None))
 
             of_layers = (layers, adapters, number_L)
             return jax.lax.scan(REMAT[remat](body), x_BTD, of_layers, unroll=unroll)
