@@ -19,9 +19,11 @@ from dapo_jax.setup import components
 from models import gemma3, load_hf, save_hf
 from models.hf_config import config_of, load_config
 from models.kernels.packed import packed_attention
+from models.kernels.xla import NearPages, PageTable
 from models.precision import Weights
 from models.rope import LinearScaling
 from models.transformer import hidden_layer_by_layer, split, unstack, windowed
+from tests.paged import make_case, sees_a_window
 from tests.quick import jit, random_params
 
 TYPES = ("sliding_attention", "full_attention", "sliding_attention")
@@ -97,6 +99,24 @@ def test_embeddings_are_multiplied_by_the_rounded_root_of_the_width():
         )
         expected_BTD = params["embed_VD"][tokens_BT].astype(dtype).astype(np.float32) * root / 1e6
         np.testing.assert_allclose(x_BTD, expected_BTD.astype(dtype), rtol=1e-6)
+
+
+def near_pages(q_BNH, recent, recent_tokens_B, *given, window, interpret):
+    """Attends as the kernels do, by plain XLA; what is dead in its pages has to be finite."""
+    del interpret
+    prompt_pool, pool, page_BX, prompt_tokens_B, tokens_B = given
+    filled_B1 = -(-prompt_tokens_B // pool[1].shape[2])[:, None]
+    place_BX = jnp.minimum(filled_B1 + jnp.arange(page_BX.shape[1]), page_BX.shape[1] - 1)
+    response_BX = jnp.take_along_axis(page_BX, place_BX, axis=1)
+    table = PageTable(page_BX, response_BX, prompt_tokens_B, tokens_B, None)
+    pools = ([jnp.nan_to_num(a, nan=9.0) for a in pool] for pool in (prompt_pool, pool))
+    return NearPages(*pools, table, window=window).attend(q_BNH, recent, recent_tokens_B)
+
+
+@pytest.mark.parametrize("window", [1, 7, 16, 33])
+def test_plain_xla_gathers_the_pages_that_a_window_sees(window):
+    run = jit(near_pages, static_argnames=("window", "interpret"))
+    sees_a_window(make_case(run, heads=6, kv_heads=2, head_dim=16, page_tokens=16), window)
 
 
 # Of the published directories' config.json; what is not there is transformers' default.
