@@ -216,10 +216,10 @@ def trajectory(step: Step, params, rate: float) -> list:
     """Takes the step's updates in float32: the weights before each, on the host."""
     state, found = step.run.programs.start_state(), []
     state = dataclasses.replace(state, params=hosts.place(params, shardings(state.params)))
-    for batch in step.batches:
+    for batch in step.batches[:-1]:
         found.append(jax.device_get(state.params))
         state, _ = step.run.update(state, None, batch, rate)
-    return found
+    return [*found, jax.device_get(state.params)]
 
 
 def arms(rate: float, grid: str) -> list[tuple[str, bool]]:
