@@ -79,7 +79,8 @@ _MINERVA_REMOVED = (  # in this order too, separated by single spaces
     "\\text{s} \\text{.} \\text{\ns} \\text{}^2 \\text{}^3 \\text{\n} \\text{} "
     '\\mathrm{th} ^\\circ ^{\\circ} \\; ,\\! {,} " \\dots'
 )
-_MINERVA_UNWRAPPED = (  # an opening, and the reading of what is inside up to the closing brace
+_MINERVA_UNWRAPPED = (  # an opening, and the reading of what is inside up to the closing sign
+    (re.compile(r"(?m)^[^$\n]*\$([^$\n]*)\$.*"), r"\1"),
     (re.compile(r"\\text\{([^}\n]*)\}"), r"\1"),
     (re.compile(r"\\textbf\{([^}\n]*)\}"), r"\1"),
     (re.compile(r"\\overline\{([^}\n]*)\}"), r"\1"),
@@ -103,17 +104,11 @@ def dapo_form(answer: str) -> str:
         text = text.replace(old, new)
     for word in _MINERVA_REMOVED.split(" "):
         text = text.replace(word, "")
-    text = "\n".join(_inside_dollars(line) for line in text.split("\n"))
     for pattern, inside in _MINERVA_UNWRAPPED:
         text = pattern.sub(inside, text)
     text = text.replace("$", "")
     without_commas = text.replace(",", "")
     return (without_commas if without_commas.isdigit() else text).strip()
-
-
-def _inside_dollars(line: str) -> str:
-    parts = line.split("$", 2)
-    return parts[1] if len(parts) == 3 else line
 
 
 def grade_dapo(response: str, truth: str) -> Verdict:
@@ -193,9 +188,8 @@ _STRICT_REPLACED = (
 )
 _STYLE = re.compile(r"\\(?:boxed|fbox|textbf|mathbf|bm|textit|mathit|emph)\{")
 _WRAPPER = re.compile(rf"(?:{TEXT})?\{{")
-EQUALS = re.compile(
-    r"(?<![<>:=\\/])(?<!\\not)(?<![^\d)}]!)=(?![=/]|[^(){}]*[)}])"
-)  # outside brackets
+# Outside brackets.
+EQUALS = re.compile(r"(?<![<>:=\\/])(?<!\\not)(?<![^\d)}]!)=(?![=/]|[^(){}]*[)}])")
 _LITERAL = re.compile(
     r"[+-]?(?:(?:[0-9]{1,3}([ ,'])[0-9]{3}(?:\1[0-9]{3})*|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
 )
