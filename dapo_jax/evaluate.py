@@ -221,10 +221,8 @@ def with_keys(arguments: Sequence[str]) -> list[str]:
     if any(re.match(r"--?config(=|$)", argument) for argument in arguments):
         return given
     of_run = values.workdir and not values.model
-    return [
-        f"--config={pathlib.Path(values.workdir, 'config.json') if of_run else ANY_MODEL}",
-        *given,
-    ]
+    file = pathlib.Path(values.workdir, "config.json") if of_run else ANY_MODEL
+    return [f"--config={file}", *given]
 
 
 def named_set(text: str) -> tuple[str, dict[str, str]]:

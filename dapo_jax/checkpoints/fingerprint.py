@@ -157,9 +157,8 @@ def require_start_model(config: ConfigDict, theirs: dict, where: str, *, weights
     ours = _of_small_files(config)
     for of_process in hosts.gather(_of_mine(_weight_files(config) if weights else [])):
         ours.get("model.path", {}).update(of_process)
-    found = [
-        text for text in _file_differences(theirs["files"], ours) if weights or WEIGHTS not in text
-    ]
+    found = _file_differences(theirs["files"], ours)
+    found = [text for text in found if weights or WEIGHTS not in text]
     if found:
         raise ValueError(
             f"{where} began with another model: {listed(found)}. Put back the files that the run "

@@ -30,9 +30,8 @@ def locked(folder: pathlib.Path) -> Iterator[None]:
     """
     path = folder / LOCK
     folder.mkdir(parents=True, exist_ok=True)
-    lock = filelock.FileLock(path)
     try:
-        lock.acquire(blocking=False)
+        held = filelock.FileLock(path).acquire(blocking=False)
     except filelock.Timeout:
         last = (read_starts(folder / "starts.jsonl") or [{}])[-1]
         who = "process {pid} on {host}, since {time}; ".format(**last) if "pid" in last else ""
@@ -40,10 +39,8 @@ def locked(folder: pathlib.Path) -> Iterator[None]:
             f"{folder} belongs to a run that is going on ({who}{path}); end that one, or give "
             "another --workdir (and checkpoint.directory)"
         ) from None
-    try:
+    with held:
         yield
-    finally:
-        lock.release()
 
 
 @contextlib.contextmanager

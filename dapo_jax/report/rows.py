@@ -67,11 +67,7 @@ def _rounded(value: float | None) -> float | None:
 
 def _run_of(line: Mapping) -> Run:
     rows = [
-        {
-            key: value
-            for key, value in zip(line["metrics"], of_row, strict=True)
-            if value is not None
-        }
+        {key: it for key, it in zip(line["metrics"], of_row, strict=True) if it is not None}
         for of_row in zip(*line["metrics"].values(), strict=True)
     ]
     evaluations = {

@@ -104,9 +104,8 @@ def load_policy(
         params = planned.programs.load_weights(dtype=config.model.compute_dtype)
         found = (0, params, None)
     else:
-        with contextlib.closing(
-            Checkpoints(start.directory_of(config, workdir), keep=None)
-        ) as saved:
+        directory = start.directory_of(config, workdir)
+        with contextlib.closing(Checkpoints(directory, keep=None)) as saved:
             found = restored(planned.programs, saved, step, may_differ=may_differ)
     start.require_finite_start(config, *found)
     return planned, *found

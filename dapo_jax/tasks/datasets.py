@@ -116,8 +116,7 @@ def tokenize(
     """
     prompts = []
     for example in examples:
-        given = {"tools": tools} if tools else {}
-        token_ids = tokenizer.encode_chat(example.prompt, **given)
+        token_ids = tokenizer.encode_chat(example.prompt, tools)
         if not token_ids:
             raise DataError(
                 f"{example.source}, row {example.row}: the prompt is empty, it has no tokens; "

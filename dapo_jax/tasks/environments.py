@@ -108,7 +108,7 @@ class Episode:
 
     def __init__(self, factory: Factory, example: Example):
         self.turns = self.calls = self.failed_calls = self.timeouts = 0
-        self._factory, self._reward, self._is_done = factory, None, False
+        self._factory, self._reward = factory, None
         columns = {"prompt": list(example.prompt), "answer": example.answer}
         columns |= example.extra if isinstance(example.extra, Mapping) else {}
         self._environment = self._outside(lambda: _constructed(factory.make, columns))
@@ -285,9 +285,7 @@ def tool_calls(text: str) -> list[Mapping | str]:
     return calls
 
 
-def replayed(
-    factory: Factory, example: Example, turns: Sequence[str], answers: Sequence
-) -> Episode:
+def replayed(factory: Factory, example: Example, turns: Sequence[str], answers: list) -> Episode:
     """Begins an episode anew and repeats its turns; EnvironmentFailed where an answer differs."""
     episode = Episode(factory, example)
     for text, answer in zip(turns, answers, strict=True):

@@ -249,10 +249,8 @@ def _plain(text: str) -> str:
     text = text.lstrip("*_: ").rstrip("*_,;:。、 ")
     if text.endswith(".") and not text.endswith(".."):
         text = text[:-1]
-    while (wrapper := _WRAPPER.match(text)) and closing_brace(text, wrapper.end() - 1) == (
-        len(text) - 1
-    ):
-        text = text[wrapper.end() : -1]
+    while (it := _WRAPPER.match(text)) and closing_brace(text, it.end() - 1) == len(text) - 1:
+        text = text[it.end() : -1]
     return text
 
 
