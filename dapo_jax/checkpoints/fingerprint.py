@@ -92,8 +92,8 @@ def of_run(config: ConfigDict, data, parent=None) -> dict:
         "recipe": as_json(config),
         "data": _of_training(config, data.train),
         "eval": {
-            _key(f"eval.sets.{name}", config.eval.sets[name]): of_prompts(chosen.dataset.prompts)
-            for name, chosen in data.eval_sets.items()
+            _key(f"eval.sets.{name}", config.eval.sets[name]): of_prompts(dataset.prompts)
+            for name, dataset in data.eval_sets.items()
         },
         "files": _of_small_files(config),
         "modules": of_code(config),
@@ -208,8 +208,7 @@ def of_prompts(prompts: Sequence[Prompt]) -> dict:
     digest, ids = hashlib.sha256(), hashlib.sha256()
     for prompt in prompts:
         example = prompt.example
-        messages = [dict(message) for message in example.prompt]
-        content = [messages, example.answer, example.extra]
+        content = [[dict(message) for message in example.prompt], example.answer, example.extra]
         digest.update(json.dumps(content, sort_keys=True, default=_plain).encode())
         ids.update(prompt.token_ids.astype(np.int32).tobytes())
     digests = {"digest": digest.hexdigest()[:32], "ids": ids.hexdigest()[:32]}

@@ -66,6 +66,12 @@ def atomic_file(path: pathlib.Path) -> Iterator:
             raise
 
 
+def write_file(path: pathlib.Path, content: bytes) -> None:
+    """Writes a file, as `atomic_file` does."""
+    with atomic_file(path) as file:
+        file.write(content)
+
+
 @contextlib.contextmanager
 def _naming(path: pathlib.Path) -> Iterator[None]:
     """Names the file in the system's errors: those of a write say nothing, others a neighbour."""
@@ -167,8 +173,7 @@ def write_rollouts(path: pathlib.Path, rows: Iterable[Mapping], *, level: int = 
         atomic_file(path) as file,
         gzip.GzipFile(filename="", mode="wb", compresslevel=level, fileobj=file, mtime=0) as zipped,
     ):
-        for row in rows:
-            zipped.write(json_line(row))
+        zipped.writelines(map(json_line, rows))
 
 
 def read_rollouts(path: pathlib.Path) -> Iterator[dict]:
@@ -221,12 +226,12 @@ def begin_rows(
     if cut:
         names = (workdir / f"metrics.cut-{n}.jsonl" for n in itertools.count(1))
         copy = next(name for name in names if not name.exists())
-        _write_lines(copy, cut)
+        write_file(copy, b"".join(line for line, _ in cut))
         notes.append(
             f"{len(cut)} rows from step {cut[0][1]['step']} on are of work that is done again; "
             f"kept in {copy}"
         )
-    _write_lines(path, kept)
+    write_file(path, b"".join(line for line, _ in kept))
     missing = set(range(begin_step, first_step)) - {row["step"] for _, row in kept}
     if first_step - 1 in missing:
         append_line(path, last_row)
@@ -241,10 +246,4 @@ def begin_rows(
 
 def write_json(path: pathlib.Path, content: Mapping) -> None:
     """Writes a JSON file."""
-    with atomic_file(path) as file:
-        file.write((json.dumps(content, indent=1) + "\n").encode())
-
-
-def _write_lines(path: pathlib.Path, pairs: list[tuple[bytes, dict]]) -> None:
-    with atomic_file(path) as file:
-        file.write(b"".join(line for line, _ in pairs))
+    write_file(path, (json.dumps(content, indent=1) + "\n").encode())

@@ -176,8 +176,7 @@ def rollout_rows(rollouts: Rollouts, reward_PG) -> Iterator[dict]:
     trained = set(rollouts.kept.tolist())
     for p, group in enumerate(rollouts.sampled):
         for g in range(len(group.responses)):
-            row = response_row(group, g, reward=float(reward_PG[p, g]))
-            yield row | {"trained": p in trained}
+            yield response_row(group, g, reward=float(reward_PG[p, g])) | {"trained": p in trained}
 
 
 def response_row(group: Group, sample: int, **scores: float) -> dict:

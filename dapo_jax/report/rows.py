@@ -30,8 +30,7 @@ def write_rows(path: pathlib.Path, runs: Mapping[str, Run]) -> None:
 
 def read_rows_file(path: pathlib.Path) -> dict[str, Run]:
     """Reads the output of `write_rows`: label -> run, with the arm and seed of each."""
-    runs = map(_run_of, read_rollouts(path))
-    return {sweep_label(run.arm, run.seed): run for run in runs}
+    return {sweep_label(run.arm, run.seed): run for run in map(_run_of, read_rollouts(path))}
 
 
 def _line_of(arm: str, run: Run) -> dict:

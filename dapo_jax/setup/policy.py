@@ -101,8 +101,7 @@ def load_policy(
     fit = fit or (lambda *_: auto_sizes.fit_training(config))
     planned = start.plan(config, read, fit, training=False)
     if workdir is None:
-        params = planned.programs.load_weights(dtype=config.model.compute_dtype)
-        found = (0, params, None)
+        found = 0, planned.programs.load_weights(dtype=config.model.compute_dtype), None
     else:
         directory = start.directory_of(config, workdir)
         with contextlib.closing(Checkpoints(directory, keep=None)) as saved:

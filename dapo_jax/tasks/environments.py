@@ -137,8 +137,7 @@ class Episode:
 
     def measures(self) -> dict[str, float]:
         """Counts what there was, for the metrics."""
-        names = ("calls", "failed_calls", "timeouts")
-        return {name: float(getattr(self, name)) for name in names}
+        return {name: float(getattr(self, name)) for name in ("calls", "failed_calls", "timeouts")}
 
     def verdict(self) -> Verdict | None:
         """Grades the episode; None where the class has no reward."""

@@ -259,8 +259,7 @@ def _without_styles(text: str) -> str:
     for style in _STYLE.finditer(text):
         begins, end = style.span()
         if (closing := closing_brace(text, end - 1)) is not None:
-            inside = text[end:closing]
-            text = f"{text[:begins]}{' ' * (end - begins)}{inside} {text[closing + 1 :]}"
+            text = f"{text[:begins]}{' ' * (end - begins)}{text[end:closing]} {text[closing + 1 :]}"
     return text
 
 
