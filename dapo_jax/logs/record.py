@@ -59,10 +59,8 @@ class Record(contextlib.AbstractContextManager):
         # Once the rows are cut: a killed run's look finished beside a config of fewer steps.
         document = as_json(config)
         files.write_json(workdir / "config.json", document)
-        resume_step = first_step - 1 if first_step > begin_step else None
-        self._writers = Writers(
-            config.log.writers, document, workdir, resume_step, self.display.line
-        )
+        last_step = first_step - 1 if first_step > begin_step else None
+        self._writers = Writers(config.log.writers, document, workdir, last_step, self.display.line)
         for note in notes:
             self.display.line(note)
 
