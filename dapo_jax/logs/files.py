@@ -127,10 +127,9 @@ def read_starts(path: pathlib.Path) -> list[dict]:
 
 def read_json(path: pathlib.Path) -> dict:
     """Reads a JSON object; ValueError, in one line with its path, where the file is cut or none."""
-    try:
+    value = None
+    with contextlib.suppress(ValueError):
         value = json.loads(path.read_bytes())
-    except ValueError as error:
-        value = error
     if not isinstance(value, dict):
         raise ValueError(
             f"{path} is not JSON of an object, it may be cut short: put back a copy of it"

@@ -212,8 +212,7 @@ def sample_digests(groups: Sequence[Group], reward_PG: np.ndarray) -> dict[str, 
             grade = [verdict.correct, verdict.prediction, verdict.status, verdict.score]
             verdicts.update(files.json_line([*grade, verdict.measures]))
         verdicts.update(np.ascontiguousarray(reward_G, "<f8"))
-    found = zip((TOKENS, LOGP, VERDICTS), (tokens, logp, verdicts), strict=True)
-    return {key: digest.hexdigest() for key, digest in found}
+    return {TOKENS: tokens.hexdigest(), LOGP: logp.hexdigest(), VERDICTS: verdicts.hexdigest()}
 
 
 def samples(rollouts: Rollouts, reward_PG) -> list[dict]:

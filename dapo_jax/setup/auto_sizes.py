@@ -206,5 +206,4 @@ def _state_bytes(config: ConfigDict, sizes, weights: int, parameters: int) -> fl
 
 def _device_bytes() -> int | None:
     """The memory of a device that programs may take; None for a CPU, which tells of none."""
-    stats = jax.local_devices()[0].memory_stats()
-    return stats["bytes_limit"] if stats else None
+    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")

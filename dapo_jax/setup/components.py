@@ -82,9 +82,8 @@ class Programs:
     def _for_all_rows(self, lower: Callable[[int], jax.stages.Lowered]) -> Callable:
         """Compiles a program of batches for each length of their rows; the result takes any."""
         lengths = learner.row_lengths(self.learning)
-        lowered = [lower(length) for length in lengths]
         with concurrent.futures.ThreadPoolExecutor() as pool:
-            compiled = pool.map(jax.stages.Lowered.compile, lowered)
+            compiled = pool.map(jax.stages.Lowered.compile, [lower(length) for length in lengths])
             programs = dict(zip(lengths, compiled, strict=True))
 
         def run(*arguments):

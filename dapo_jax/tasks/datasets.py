@@ -90,7 +90,7 @@ def load_dataset(
         raise type(error)(f"{key}{'.' if named else ': '}{error}") from error
     grade = functools.partial(graded, task=task, tokenizer=tokenizer)
     same = getattr(task, "same", by_text)
-    return Dataset(prompts, grade, report, same, environment, settings["k"])
+    return Dataset(prompts, grade, report, same, environment, settings.get("k"))
 
 
 def with_system(example: Example, text: str) -> Example:

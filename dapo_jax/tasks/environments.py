@@ -63,9 +63,8 @@ class Factory:
     @property
     def tools(self) -> list[Callable]:
         """Lists the tools of a class of TRL's contract."""
-        names = [] if self.is_stepped else sorted({*dir(self.make)} - LIFECYCLE)
-        public = [getattr(self.make, name) for name in names if not name.startswith("_")]
-        return [it for it in public if inspect.isroutine(it)]
+        members = [] if self.is_stepped else inspect.getmembers(self.make, inspect.isroutine)
+        return [it for name, it in members if not name.startswith("_") and name not in LIFECYCLE]
 
     def schemas(self) -> list[dict]:
         """Describes the tools for the chat template; ValueError for one without hints or Args."""

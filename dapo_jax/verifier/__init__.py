@@ -44,10 +44,8 @@ def verify_many(
         from dapo_jax.verifier.symbolic_rules import default_verifier
 
         return default_verifier().verify_many(responses, ground_truths)
-    return [
-        refuse(response, truth) or _GRADERS[rules](response, truth)
-        for response, truth in zip(responses, ground_truths, strict=True)
-    ]
+    pairs = zip(responses, ground_truths, strict=True)
+    return [refuse(*pair) or _GRADERS[rules](*pair) for pair in pairs]
 
 
 def equal_answers(pairs: Sequence[tuple[str, str]], *, rules: str) -> list[bool]:

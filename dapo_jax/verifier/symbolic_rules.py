@@ -219,11 +219,8 @@ def decide(answer: str | None, truth: str) -> Verdict | tuple[str, str]:
 def _without_names(form: str, other: str) -> str:
     """Reads "x=1 or x=2" as a set; "x=1, y=2" as a tuple where the other answer is one."""
     items = [math_rules.EQUALS.split(item) for item in _COMMA.split(_AND.sub(",", form))]
-    if (
-        "=" in other
-        or len(items) < 2
-        or any(len(i) != 2 or not math_rules.is_name(i[0]) for i in items)
-    ):
+    are_named = all(len(item) == 2 and math_rules.is_name(item[0]) for item in items)
+    if "=" in other or len(items) < 2 or not are_named:
         return form
     names, values = zip(*items, strict=True)
     if len({name.partition("_")[0] for name in names}) == 1:
