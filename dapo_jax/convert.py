@@ -81,8 +81,7 @@ def convert(
     with jax.default_device(host):  # host arrays may be large
         require_finite(params, f"--from={source} in {dtype}")
 
-    names = [name for name in tokenizer.FILES if (tokenizer_path / name).exists()]
-    names = [name for name in names if name != CONFIG_FILE]
+    names = [it for it in tokenizer.FILES if it != CONFIG_FILE and (tokenizer_path / it).exists()]
     with _complete(to_path) as folder:
         if names == ["tokenizer.model"]:
             names = tokenizer.save_for_transformers(tokenizer_path / names[0], folder)

@@ -10,6 +10,7 @@ answered alike; after ATTEMPTS the run stops with the row and the conversation.
 """
 
 import dataclasses
+import operator
 import queue
 import threading
 from collections.abc import Mapping, Sequence
@@ -92,7 +93,8 @@ class Environments:
         while self._mine and (not self._answers.empty() or (wait and not found)):
             found.append(self._answers.get())
             self._mine -= 1
-        everyone = sorted((it for theirs in hosts.gather(found) for it in theirs), key=_place)
+        everyone = [it for theirs in hosts.gather(found) for it in theirs]
+        everyone.sort(key=operator.itemgetter(0))
         self._asked -= len(everyone)
         for _, answer in everyone:
             if isinstance(answer, str):
@@ -139,7 +141,3 @@ class Environments:
         measures["turns"] = float(len(played.turns))
         measures["environment_tokens"] = float(np.sum(~response.sampled_T))
         return Answer(verdict=verdict, measures=measures, is_cut=is_cut)
-
-
-def _place(found: tuple[Where, Answer]) -> Where:
-    return found[0]

@@ -38,6 +38,7 @@ from dapo_jax.logs.metrics import TASK, mean_measures
 from dapo_jax.sampler.session import Session
 from dapo_jax.setup import auto_sizes, components, policy
 from dapo_jax.tasks.base import BUILT_IN
+from dapo_jax.tasks.datasets import Dataset
 from dapo_jax.tasks.readers import KINDS, by_text
 from dapo_jax.tasks.tokenizer import Tokenizer
 from dapo_jax.types import Group, Verdict
@@ -140,17 +141,17 @@ class Evaluation(contextlib.AbstractContextManager):
     theirs overlap. Use it as a context manager. first_stream: the session's of the first set.
     """
 
-    def __init__(self, session: Session, sets: Mapping[str, components.EvalSet], first_stream: int):
+    def __init__(self, session: Session, sets: Mapping[str, Dataset], first_stream: int):
         self._session = session
         self._sets = dict(enumerate(sets.items(), start=first_stream))
         self._groups: list[Group] = []
         # Not through `self`: in a cycle the session, with its pages and the weights, would outlive
         # its last use until Python looks for cycles.
-        graders = {stream: chosen.dataset.grade for stream, (_, chosen) in self._sets.items()}
+        graders = {stream: dataset.grade for stream, (_, dataset) in self._sets.items()}
         self._grading = Grading(lambda group: graders[group.stream](group))
-        for stream, (_, chosen) in self._sets.items():
-            for cursor, prompt in enumerate(chosen.dataset.prompts):
-                session.submit(cursor, prompt, group_size=chosen.k, stream=stream)
+        for stream, (_, dataset) in self._sets.items():
+            for cursor, prompt in enumerate(dataset.prompts):
+                session.submit(cursor, prompt, group_size=dataset.k, stream=stream)
 
     def __exit__(self, *error) -> None:
         self._grading.__exit__(*error)
@@ -174,10 +175,10 @@ class Evaluation(contextlib.AbstractContextManager):
             self.take(self._session.step())
         self.take([])
         results = {}
-        for stream, (name, chosen) in self._sets.items():
+        for stream, (name, dataset) in self._sets.items():
             groups = [group for group in self._groups if group.stream == stream]
             groups.sort(key=lambda group: group.cursor)
-            results[name] = summarize(groups, chosen.dataset.same)
+            results[name] = summarize(groups, dataset.same)
             keep(name, groups)
         return results
 
@@ -221,10 +222,8 @@ def with_keys(arguments: Sequence[str]) -> list[str]:
     if any(re.match(r"--?config(=|$)", argument) for argument in arguments):
         return given
     of_run = values.workdir and not values.model
-    return [
-        f"--config={pathlib.Path(values.workdir, 'config.json') if of_run else ANY_MODEL}",
-        *given,
-    ]
+    file = pathlib.Path(values.workdir, "config.json") if of_run else ANY_MODEL
+    return [f"--config={file}", *given]
 
 
 def named_set(text: str) -> tuple[str, dict[str, str]]:
@@ -259,8 +258,7 @@ def main(_):
             raise ValueError(f"--workdir={workdir} is a run's; give --model another one")
         hosts.on_main(lambda: (workdir / "eval").mkdir(parents=True, exist_ok=True))
         config.learner.lora_rank = 0  # a model alone has no factors
-        fit = functools.partial(fit_model, config)
-        run = policy.open_policy(config, None, fit, evaluates=True)
+        run = policy.open_policy(config, None, functools.partial(fit_model, config), evaluates=True)
     else:
         if theirs := hosts.on_main(lambda: config_of_run(workdir)):
             config_flags.fill_open(config, theirs)
@@ -293,7 +291,7 @@ def main(_):
 def fit_model(config: ConfigDict, tokenizer: Tokenizer, data: components.Data) -> None:
     """Fills in lengths and cache for the evaluation sets of a model alone."""
     auto_sizes.fit_lengths(config, data.longest_prompt())
-    responses = sum(len(it.dataset.prompts) * it.k for it in data.eval_sets.values())
+    responses = sum(len(it.prompts) * it.k for it in data.eval_sets.values())
     auto_sizes.fit_cache(config, responses)
 
 

@@ -172,12 +172,8 @@ def main(_):
         sys.stdin.reconfigure(errors="replace")
     start = time.perf_counter()
     run, asked, environments = load(given.prompt, n=given.n)
-    how = {name: given[name].value for name in ("temperature", "top_p", "top_k")}
-    sampling = components.sampling(
-        run.config,
-        run.tokenizer,
-        **{name: value for name, value in how.items() if value is not None},
-    )
+    how = {it: given[it].value for it in ("temperature", "top_p", "top_k") if given[it].present}
+    sampling = components.sampling(run.config, run.tokenizer, **how)
     run.programs.engine.compile(sampling)
     say = {"n": given.n, "seed": given.seed, "environments": environments}
     print(f"ready after {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)

@@ -491,7 +491,7 @@ def test_gsm8k(shared, name, rows):
 
 def test_a_prompt_of_no_tokens_is_refused_where_the_data_is_loaded():
     class Blanks:
-        def encode_chat(self, messages):
+        def encode_chat(self, messages, tools):
             return list(messages[0]["content"].strip().encode())
 
     examples = [

@@ -95,7 +95,7 @@ def test_the_example_reads_a_published_file(tmp_path):
     name, settings = evaluate.named_set(f"aime24:math:{path}")
     config.eval.sets = {name: base.dataset(**settings)}
     data = components.load_data(config, components.tokenizer(config), training=False)
-    (prompt,) = data.eval_sets["aime24"].dataset.prompts
+    (prompt,) = data.eval_sets["aime24"].prompts
     assert prompt.example.answer == "2"
 
 

@@ -44,7 +44,7 @@ def fingerprint_of(train=None, held_out=None, mixture=(), weights=(1.0,), **sett
     names = [*(f"data.mixture.set{i}" for i in range(len(mixture))), "data.train"]
     sets = map(dataset, [*mixture, train or prompts(20)])
     of_all = Mixture(*(dict(zip(names, it, strict=True)) for it in (sets, weights)))
-    chosen = types.SimpleNamespace(dataset=dataset(held_out or prompts(5)))
+    chosen = dataset(held_out or prompts(5))
     data = types.SimpleNamespace(train=of_all, eval_sets={"arithmetic": chosen})
     return json.loads(json.dumps(fingerprint.of_run(config, data)))
 

@@ -21,10 +21,9 @@ def described(state) -> dict:
     """Lists (dtype and shape, digest) of every array, by name; all processes call it."""
     mine = {name: sum(it for _, it in parts) for name, parts in parts_of(state).items()}
     everyone = hosts.gather(mine)
-    leaves = named(state)
     return {
         name: (shape_text(leaf), text(sum(theirs[name] for theirs in everyone)))
-        for name, leaf in leaves.items()
+        for name, leaf in named(state).items()
     }
 
 

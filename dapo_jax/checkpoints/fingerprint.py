@@ -92,8 +92,8 @@ def of_run(config: ConfigDict, data, parent=None) -> dict:
         "recipe": as_json(config),
         "data": _of_training(config, data.train),
         "eval": {
-            _key(f"eval.sets.{name}", config.eval.sets[name]): of_prompts(chosen.dataset.prompts)
-            for name, chosen in data.eval_sets.items()
+            _key(f"eval.sets.{name}", config.eval.sets[name]): of_prompts(dataset.prompts)
+            for name, dataset in data.eval_sets.items()
         },
         "files": _of_small_files(config),
         "modules": of_code(config),
@@ -157,9 +157,8 @@ def require_start_model(config: ConfigDict, theirs: dict, where: str, *, weights
     ours = _of_small_files(config)
     for of_process in hosts.gather(_of_mine(_weight_files(config) if weights else [])):
         ours.get("model.path", {}).update(of_process)
-    found = [
-        text for text in _file_differences(theirs["files"], ours) if weights or WEIGHTS not in text
-    ]
+    found = _file_differences(theirs["files"], ours)
+    found = [text for text in found if weights or WEIGHTS not in text]
     if found:
         raise ValueError(
             f"{where} began with another model: {listed(found)}. Put back the files that the run "
@@ -209,8 +208,7 @@ def of_prompts(prompts: Sequence[Prompt]) -> dict:
     digest, ids = hashlib.sha256(), hashlib.sha256()
     for prompt in prompts:
         example = prompt.example
-        messages = [dict(message) for message in example.prompt]
-        content = [messages, example.answer, example.extra]
+        content = [[dict(message) for message in example.prompt], example.answer, example.extra]
         digest.update(json.dumps(content, sort_keys=True, default=_plain).encode())
         ids.update(prompt.token_ids.astype(np.int32).tobytes())
     digests = {"digest": digest.hexdigest()[:32], "ids": ids.hexdigest()[:32]}

@@ -185,8 +185,7 @@ class Snapshots:
             self._stop_name, self._stopped_at = name, self._stopped_at or time.monotonic()
         message = "no step to resume at is finished since the start: there is nothing to save"
         if step:
-            snapshot = self._snapshot(int(step))
-            saved = self._write(snapshot)
+            saved = self._write(self._snapshot(int(step)))
             seconds = time.monotonic() - self._stopped_at
             when = f"after {seconds:.1f} s" if saved else "they were before"
             message = f"{step} finished steps are saved ({when}); give the command again"

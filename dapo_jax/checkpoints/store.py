@@ -6,6 +6,7 @@ that fails for a while is retried by gcsfs and TensorStore; where they give up, 
 with status 75, and nothing is taken for damage.
 """
 
+import contextlib
 import dataclasses
 import errno
 import functools
@@ -188,24 +189,14 @@ class Checkpoints:
 
     def _read(self, step: int, abstract_state: Any, require: Callable | None):
         """Reads (state, progress) and compares digests; all processes return, or raise, alike."""
-        content, outcome, why = self._read_once(step, abstract_state, require)
-        if outcome == DAMAGED:  # it may have been the reading
-            content, outcome, why = self._read_once(step, abstract_state, require)
-        if outcome == DAMAGED:
-            raise DamagedError(f"checkpoint {step} in {self.directory} cannot be read ({why})")
-        if outcome == TRANSIENT:
-            raise OSError(errno.ETIMEDOUT, why, str(self.directory / str(step)))
-        if outcome == REFUSED:
-            raise content or ValueError(f"checkpoint {step} in {self.directory}: {why}")
-        return content
+        with contextlib.suppress(DamagedError):  # it may have been the reading
+            return self._read_once(step, abstract_state, require)
+        return self._read_once(step, abstract_state, require)
 
     def _read_once(self, step: int, abstract_state: Any, require: Callable | None):
-        """Returns (content, outcome, why): on every process the worst that one of them met.
-
-        content: (state, progress), or this process's own error where it was refused.
-        """
-        folder = self.directory / str(step)
-        content, outcome, why, parts, manifest = None, READ, "", {}, {}
+        """Reads as `_read` does; raises, on every process, the worst that one of them met."""
+        folder, name = self.directory / str(step), f"checkpoint {step} in {self.directory}"
+        content, refusal, outcome, why, parts, manifest = None, None, READ, "", {}, {}
         try:
             manifest = _reading(lambda: _read_manifest(folder / "manifest" / "metadata"))
             self._require_same(step, abstract_state, manifest, require)
@@ -218,20 +209,25 @@ class Checkpoints:
             if not folder.is_dir():
                 outcome, why = TRANSIENT, f"it is not there for all; {ONE_FOLDER}"
         except Exception as error:
-            content, outcome = error, TRANSIENT if is_transient(error) else REFUSED
+            refusal, outcome = error, TRANSIENT if is_transient(error) else REFUSED
             why = brief(error)
         everyone = hosts.gather((outcome, why, manifest.get("digest"), parts))
-        for worst in (REFUSED, TRANSIENT, DAMAGED):
-            those = [i for i, (theirs, *_) in enumerate(everyone) if theirs == worst]
-            if those:
-                who = f"process {those[0]}: " if len(everyone) > 1 else ""
-                own = content if outcome == worst == REFUSED else None
-                return own, worst, who + everyone[those[0]][1]
-        if len({theirs for *_, theirs, _ in everyone}) > 1:
-            return None, TRANSIENT, f"the processes read different ones; {ONE_FOLDER}"
-        if wrong := list(_differing(manifest["arrays"], [theirs for *_, theirs in everyone])):
-            return None, DAMAGED, f"not what was saved: {fingerprint.listed(wrong)}"
-        return content, READ, ""
+        outcomes = [theirs for theirs, *_ in everyone]
+        worst = next((it for it in (REFUSED, TRANSIENT, DAMAGED) if it in outcomes), READ)
+        if worst != READ:
+            first = outcomes.index(worst)
+            why = (f"process {first}: " if len(everyone) > 1 else "") + everyone[first][1]
+        elif len({theirs for *_, theirs, _ in everyone}) > 1:
+            worst, why = TRANSIENT, f"the processes read different ones; {ONE_FOLDER}"
+        elif wrong := list(_differing(manifest["arrays"], [theirs for *_, theirs in everyone])):
+            worst, why = DAMAGED, f"not what was saved: {fingerprint.listed(wrong)}"
+        if worst == DAMAGED:
+            raise DamagedError(f"{name} cannot be read ({why})")
+        if worst == TRANSIENT:
+            raise OSError(errno.ETIMEDOUT, why, str(folder))
+        if worst == REFUSED:
+            raise refusal if outcome == REFUSED else ValueError(f"{name}: {why}")
+        return content
 
     def _restored(self, folder: epath.Path, abstract_state: Any):
         progress = json.loads((folder / "progress" / "metadata").read_text())
@@ -244,8 +240,7 @@ class Checkpoints:
         if require is not None and theirs is not None:
             require(theirs, where=f"checkpoint {step} in {self.directory}")
         there = {name: shape for name, (shape, _) in manifest["arrays"].items()}
-        leaves = digests.named(abstract_state)
-        here = {name: digests.shape_text(leaf) for name, leaf in leaves.items()}
+        here = {name: digests.shape_text(it) for name, it in digests.named(abstract_state).items()}
         differing = [
             f"{name} is {there.get(name, 'absent')} there and {here.get(name, 'absent')} here"
             for name in sorted(there.keys() | here.keys())

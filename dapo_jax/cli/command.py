@@ -77,20 +77,19 @@ def parse_flags(argv: list[str]) -> list[str]:
     return left
 
 
-def define_workdir() -> flags.FlagHolder:
+def define_workdir() -> None:
     """Defines the flag of the run's directory, which is required."""
-    holder = flags.DEFINE_string("workdir", None, "The run's directory.", required=True)
+    flags.DEFINE_string("workdir", None, "The run's directory.", required=True)
     flags.register_validator(
         "workdir",
         lambda path: path is None or "://" not in path,
         "it has to be a folder of this machine; --config.checkpoint.directory may be a bucket's",
     )
-    return holder
 
 
-def define_distributed() -> flags.FlagHolder:
+def define_distributed() -> None:
     """Defines the flag of the commands that run on several hosts."""
-    return flags.DEFINE_bool(
+    flags.DEFINE_bool(
         "distributed",
         False,
         "The command was given on several hosts, which are to run it together: those of a TPU pod, "
@@ -98,8 +97,6 @@ def define_distributed() -> flags.FlagHolder:
     )
 
 
-def define_trust_code() -> flags.FlagHolder:
+def define_trust_code() -> None:
     """Defines the flag of the commands that open a run which may be a stranger's."""
-    return flags.DEFINE_bool(
-        "trust_code", False, "Import the modules that the run's config.json names."
-    )
+    flags.DEFINE_bool("trust_code", False, "Import the modules that the run's config.json names.")

@@ -4,7 +4,6 @@ A key that the config lacks is refused with the nearest name, or the one that it
 """
 
 import difflib
-import functools
 import json
 import pathlib
 import re
@@ -181,8 +180,7 @@ class ConfigParser(ConfigFileFlagParser):
         known = set(keys(config))
         for match in filter(None, map(ARGUMENT.fullmatch, given)):
             if match[1] in known and match[0] not in known:
-                of = functools.reduce(ConfigDict.__getitem__, match[1].split("."), config)
-                of[match[2]] = placeholder(object)
+                config.update_from_flattened_dict({match[0]: placeholder(object)})
         complete(config)
         known = list(keys(config))
         wrong = [

@@ -30,9 +30,8 @@ def locked(folder: pathlib.Path) -> Iterator[None]:
     """
     path = folder / LOCK
     folder.mkdir(parents=True, exist_ok=True)
-    lock = filelock.FileLock(path)
     try:
-        lock.acquire(blocking=False)
+        held = filelock.FileLock(path).acquire(blocking=False)
     except filelock.Timeout:
         last = (read_starts(folder / "starts.jsonl") or [{}])[-1]
         who = "process {pid} on {host}, since {time}; ".format(**last) if "pid" in last else ""
@@ -40,10 +39,8 @@ def locked(folder: pathlib.Path) -> Iterator[None]:
             f"{folder} belongs to a run that is going on ({who}{path}); end that one, or give "
             "another --workdir (and checkpoint.directory)"
         ) from None
-    try:
+    with held:
         yield
-    finally:
-        lock.release()
 
 
 @contextlib.contextmanager
@@ -67,6 +64,12 @@ def atomic_file(path: pathlib.Path) -> Iterator:
             with contextlib.suppress(OSError):  # the folder may be gone: the first error counts
                 temporary.unlink()
             raise
+
+
+def write_file(path: pathlib.Path, content: bytes) -> None:
+    """Writes a file, as `atomic_file` does."""
+    with atomic_file(path) as file:
+        file.write(content)
 
 
 @contextlib.contextmanager
@@ -124,10 +127,9 @@ def read_starts(path: pathlib.Path) -> list[dict]:
 
 def read_json(path: pathlib.Path) -> dict:
     """Reads a JSON object; ValueError, in one line with its path, where the file is cut or none."""
-    try:
+    value = None
+    with contextlib.suppress(ValueError):
         value = json.loads(path.read_bytes())
-    except ValueError as error:
-        value = error
     if not isinstance(value, dict):
         raise ValueError(
             f"{path} is not JSON of an object, it may be cut short: put back a copy of it"
@@ -170,8 +172,7 @@ def write_rollouts(path: pathlib.Path, rows: Iterable[Mapping], *, level: int = 
         atomic_file(path) as file,
         gzip.GzipFile(filename="", mode="wb", compresslevel=level, fileobj=file, mtime=0) as zipped,
     ):
-        for row in rows:
-            zipped.write(json_line(row))
+        zipped.writelines(map(json_line, rows))
 
 
 def read_rollouts(path: pathlib.Path) -> Iterator[dict]:
@@ -224,12 +225,12 @@ def begin_rows(
     if cut:
         names = (workdir / f"metrics.cut-{n}.jsonl" for n in itertools.count(1))
         copy = next(name for name in names if not name.exists())
-        _write_lines(copy, cut)
+        write_file(copy, b"".join(line for line, _ in cut))
         notes.append(
             f"{len(cut)} rows from step {cut[0][1]['step']} on are of work that is done again; "
             f"kept in {copy}"
         )
-    _write_lines(path, kept)
+    write_file(path, b"".join(line for line, _ in kept))
     missing = set(range(begin_step, first_step)) - {row["step"] for _, row in kept}
     if first_step - 1 in missing:
         append_line(path, last_row)
@@ -244,10 +245,4 @@ def begin_rows(
 
 def write_json(path: pathlib.Path, content: Mapping) -> None:
     """Writes a JSON file."""
-    with atomic_file(path) as file:
-        file.write((json.dumps(content, indent=1) + "\n").encode())
-
-
-def _write_lines(path: pathlib.Path, pairs: list[tuple[bytes, dict]]) -> None:
-    with atomic_file(path) as file:
-        file.write(b"".join(line for line, _ in pairs))
+    write_file(path, (json.dumps(content, indent=1) + "\n").encode())

@@ -13,12 +13,11 @@ from collections.abc import Mapping
 import jax
 from ml_collections import ConfigDict
 
-from dapo_jax.cli.config_flags import as_json
+from dapo_jax.cli.config_flags import ROOT, as_json
 from dapo_jax.logs.files import append_line, json_digest
 from sharding import hosts
 
 NAME = "starts.jsonl"
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 

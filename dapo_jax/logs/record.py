@@ -59,10 +59,8 @@ class Record(contextlib.AbstractContextManager):
         # Once the rows are cut: a killed run's look finished beside a config of fewer steps.
         document = as_json(config)
         files.write_json(workdir / "config.json", document)
-        resume_step = first_step - 1 if first_step > begin_step else None
-        self._writers = Writers(
-            config.log.writers, document, workdir, resume_step, self.display.line
-        )
+        last_step = first_step - 1 if first_step > begin_step else None
+        self._writers = Writers(config.log.writers, document, workdir, last_step, self.display.line)
         for note in notes:
             self.display.line(note)
 
@@ -176,8 +174,7 @@ def rollout_rows(rollouts: Rollouts, reward_PG) -> Iterator[dict]:
     trained = set(rollouts.kept.tolist())
     for p, group in enumerate(rollouts.sampled):
         for g in range(len(group.responses)):
-            row = response_row(group, g, reward=float(reward_PG[p, g]))
-            yield row | {"trained": p in trained}
+            yield response_row(group, g, reward=float(reward_PG[p, g])) | {"trained": p in trained}
 
 
 def response_row(group: Group, sample: int, **scores: float) -> dict:
@@ -215,8 +212,7 @@ def sample_digests(groups: Sequence[Group], reward_PG: np.ndarray) -> dict[str, 
             grade = [verdict.correct, verdict.prediction, verdict.status, verdict.score]
             verdicts.update(files.json_line([*grade, verdict.measures]))
         verdicts.update(np.ascontiguousarray(reward_G, "<f8"))
-    found = zip((TOKENS, LOGP, VERDICTS), (tokens, logp, verdicts), strict=True)
-    return {key: digest.hexdigest() for key, digest in found}
+    return {TOKENS: tokens.hexdigest(), LOGP: logp.hexdigest(), VERDICTS: verdicts.hexdigest()}
 
 
 def samples(rollouts: Rollouts, reward_PG) -> list[dict]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from dapo_jax.cli.failures import brief
-from dapo_jax.logs.files import atomic_file
+from dapo_jax.logs.files import write_file
 from dapo_jax.outside import imported
 
 INSTALL = {  # their init has resume="allow" by a run's own id or name, offline too
@@ -137,8 +137,7 @@ def own_id(workdir: pathlib.Path) -> str:
     """Returns the run's id in other services, which the first of its writers makes."""
     file = workdir / "wandb_id.txt"
     if not file.exists():
-        with atomic_file(file) as opened:
-            opened.write(secrets.token_hex(4).encode())
+        write_file(file, secrets.token_hex(4).encode())
     return file.read_text().strip()
 
 

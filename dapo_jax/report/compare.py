@@ -217,17 +217,13 @@ def since_all_run(runs: Mapping[str, Run]) -> dict[str, Run]:
     all_rows = [row for run in runs.values() for row in run.rows]
     spent = max((row.get(tokens, 0) for row in all_rows if row["step"] == begin - 1), default=0)
 
-    def since(rows):
-        return [
-            {**row, tokens: row[tokens] - spent} if spent else row
-            for row in rows
-            if row["step"] >= begin
-        ]
-
-    return {
-        label: dataclasses.replace(run, rows=since(run.rows) or run.rows)
-        for label, run in runs.items()
-    }
+    found = {}
+    for label, run in runs.items():
+        rows = [row for row in run.rows if row["step"] >= begin]
+        if spent:
+            rows = [{**row, tokens: row[tokens] - spent} for row in rows]
+        found[label] = dataclasses.replace(run, rows=rows or run.rows)
+    return found
 
 
 def markdown(runs: Mapping[str, Run], *, baseline: str = "", title: str) -> str:
@@ -245,9 +241,6 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of a Markdown table with aligned columns."""
     cells = [[cell.replace("|", "\\|") for cell in row] for row in (heads, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [
-        "| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |"
-        for row in cells
-    ]
+    lines = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in cells]
     rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
     return [lines[0], rule, *lines[1:]]

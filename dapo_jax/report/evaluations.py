@@ -47,10 +47,9 @@ def read(path: str | pathlib.Path) -> list[Evaluated]:
 
 
 def _problems(path: pathlib.Path) -> dict[tuple, tuple[float, str]]:
-    rows: dict[tuple, list] = {}
+    rows = collections.defaultdict(list)
     for row in read_rollouts(path):
-        key = row["source"], row["row"], str(row["ground_truth"]), row["cursor"]
-        rows.setdefault(key, []).append(row)
+        rows[row["source"], row["row"], str(row["ground_truth"]), row["cursor"]].append(row)
     problems, alike = {}, collections.Counter()
     for (*place, _), found in rows.items():
         text = " ".join(problem_of(str(found[0]["prompt"])).split())

@@ -30,8 +30,7 @@ def write_rows(path: pathlib.Path, runs: Mapping[str, Run]) -> None:
 
 def read_rows_file(path: pathlib.Path) -> dict[str, Run]:
     """Reads the output of `write_rows`: label -> run, with the arm and seed of each."""
-    runs = map(_run_of, read_rollouts(path))
-    return {sweep_label(run.arm, run.seed): run for run in runs}
+    return {sweep_label(run.arm, run.seed): run for run in map(_run_of, read_rollouts(path))}
 
 
 def _line_of(arm: str, run: Run) -> dict:
@@ -67,11 +66,7 @@ def _rounded(value: float | None) -> float | None:
 
 def _run_of(line: Mapping) -> Run:
     rows = [
-        {
-            key: value
-            for key, value in zip(line["metrics"], of_row, strict=True)
-            if value is not None
-        }
+        {key: it for key, it in zip(line["metrics"], of_row, strict=True) if it is not None}
         for of_row in zip(*line["metrics"].values(), strict=True)
     ]
     evaluations = {

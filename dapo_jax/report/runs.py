@@ -173,10 +173,8 @@ def changes(run: Run) -> dict[str, str]:
 
 
 def _change(metric: Metric, steps: Sequence[float], values: np.ndarray, edge: int) -> str:
-    first, last, best = (
-        metric.text(float(value)).strip()
-        for value in (values[:edge].mean(), values[-edge:].mean(), values.max())
-    )
+    shown = values[:edge].mean(), values[-edge:].mean(), values.max()
+    first, last, best = (metric.text(float(value)).strip() for value in shown)
     text = f"{first:>8} -> {last:>8}"
     if metric.higher_is_better:
         text += f"   best {best} at step {steps[values.argmax()]:.0f}"

@@ -61,8 +61,7 @@ def fit_model(config: ConfigDict, *, training: bool = False) -> None:
         model_type = read_config(path).get("model_type")
         config.model.family = model_type if model_type in families.BUILT_IN else "qwen2"
     if not config.model.compute_dtype:
-        on_cpu = _device_bytes() is None
-        config.model.compute_dtype = "float32" if on_cpu else "bfloat16"
+        config.model.compute_dtype = "float32" if _device_bytes() is None else "bfloat16"
     if not r.max_prompt_tokens:  # as many as there can be, until the data has been read
         positions = _positions(config)
         reserved = r.max_response_tokens or (positions // 2 if training else 1)
@@ -207,5 +206,4 @@ def _state_bytes(config: ConfigDict, sizes, weights: int, parameters: int) -> fl
 
 def _device_bytes() -> int | None:
     """The memory of a device that programs may take; None for a CPU, which tells of none."""
-    stats = jax.local_devices()[0].memory_stats()
-    return stats["bytes_limit"] if stats else None
+    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")

@@ -82,9 +82,8 @@ class Programs:
     def _for_all_rows(self, lower: Callable[[int], jax.stages.Lowered]) -> Callable:
         """Compiles a program of batches for each length of their rows; the result takes any."""
         lengths = learner.row_lengths(self.learning)
-        lowered = [lower(length) for length in lengths]
         with concurrent.futures.ThreadPoolExecutor() as pool:
-            compiled = pool.map(jax.stages.Lowered.compile, lowered)
+            compiled = pool.map(jax.stages.Lowered.compile, [lower(length) for length in lengths])
             programs = dict(zip(lengths, compiled, strict=True))
 
         def run(*arguments):
@@ -145,8 +144,7 @@ def model_sizes(config: ConfigDict) -> ModelConfig:
     if not path:
         return family.presets[preset]
     sizes = load_config(path)
-    positions = positions_of(path, sizes)
-    checks.check_model(config, family, sizes, positions)
+    checks.check_model(config, family, sizes, positions_of(path, sizes))
     check_files(path, sizes)
     return sizes
 
@@ -179,25 +177,16 @@ def tokenizer(config: ConfigDict) -> Tokenizer:
 
 
 @dataclasses.dataclass(frozen=True)
-class EvalSet:
-    """An evaluation set, of which each prompt gets k responses."""
-
-    dataset: Dataset
-    k: int
-
-
-@dataclasses.dataclass(frozen=True)
 class Data:
     """The data sets that a command reads; those that it does not read are left out."""
 
     train: Mixture
-    eval_sets: dict[str, EvalSet]
+    eval_sets: dict[str, Dataset]
 
     @property
     def sets(self) -> dict[str, Dataset]:
         """All data sets: training's by their keys, then those that are evaluated by their names."""
-        evaluated = {name: chosen.dataset for name, chosen in self.eval_sets.items()}
-        return {**self.train.sets, **evaluated}
+        return {**self.train.sets, **self.eval_sets}
 
     def longest_prompt(self) -> int:
         """Counts the tokens of the longest prompt."""
@@ -217,17 +206,14 @@ def load_data(
     config: ConfigDict, tokenizer: Tokenizer, *, training: bool, evaluates: bool = True
 ) -> Data:
     """Loads and tokenizes the training sets if `training`, the evaluation sets if `evaluates`."""
-    r = config.rollout
-    of_run = {"tokenizer": tokenizer, "max_prompt_tokens": r.max_prompt_tokens}
-    of_run["environment_seconds"] = r.environment_seconds
+    how = {name: config.rollout[name] for name in ("max_prompt_tokens", "environment_seconds")}
 
     def load(key, settings):
-        return load_dataset(key, settings | {"path": hub.local(settings["path"])}, **of_run)
+        settings = settings | {"path": hub.local(settings["path"])}
+        return load_dataset(key, settings, tokenizer, **how)
 
-    eval_sets = {
-        name: EvalSet(load(f"eval.sets.{name}", settings), settings["k"])
-        for name, settings in (eval_settings(config) if evaluates else {}).items()
-    }
+    settings = eval_settings(config) if evaluates else {}
+    eval_sets = {name: load(f"eval.sets.{name}", of_set) for name, of_set in settings.items()}
     settings = mixture_settings(config) if training else {}
     sets = {key: load(key, of_set) for key, of_set in settings.items()}
     train = Mixture(sets, {key: of_set["weight"] for key, of_set in settings.items()})
@@ -238,8 +224,7 @@ def load_data(
 
 def environments(config: ConfigDict, data: Data, tokenizer: Tokenizer) -> Environments | None:
     """Makes what answers the turns of a session's episodes; None where no set has any."""
-    sets = data.sets.values()
-    found = {it.prompts[0].key: it.environment for it in sets if it.environment}
+    found = {it.prompts[0].key: it.environment for it in data.sets.values() if it.environment}
     return Environments(found, tokenizer, max_turns=config.rollout.max_turns) if found else None
 
 

@@ -48,13 +48,11 @@ def dry_run(config: ConfigDict, workdir: pathlib.Path, parent: Parent | None) ->
     ours = fingerprint.of_run(config, run.data, parent)
     if own:
         fingerprint.require_steps_left(config, step, there.directory)
-    theirs = None
     try:
-        theirs = step is not None and hosts.on_main(lambda: there.fingerprint_of(step))
+        if step is not None and (theirs := hosts.on_main(lambda: there.fingerprint_of(step))):
+            require(theirs, ours=ours, where=f"checkpoint {step} in {there.directory}")
     except DamagedError as error:
         say(f"{error}: a start would try the checkpoint before")
-    if theirs:
-        require(theirs, ours=ours, where=f"checkpoint {step} in {there.directory}")
     say("\n".join(memory_lines(run.programs)))
     done = f"{step or 0} of {config.num_steps} steps are done in {workdir}"
     say(f"dry run: {done}. Nothing was written or compiled")

@@ -101,12 +101,10 @@ def load_policy(
     fit = fit or (lambda *_: auto_sizes.fit_training(config))
     planned = start.plan(config, read, fit, training=False)
     if workdir is None:
-        params = planned.programs.load_weights(dtype=config.model.compute_dtype)
-        found = (0, params, None)
+        found = 0, planned.programs.load_weights(dtype=config.model.compute_dtype), None
     else:
-        with contextlib.closing(
-            Checkpoints(start.directory_of(config, workdir), keep=None)
-        ) as saved:
+        directory = start.directory_of(config, workdir)
+        with contextlib.closing(Checkpoints(directory, keep=None)) as saved:
             found = restored(planned.programs, saved, step, may_differ=may_differ)
     start.require_finite_start(config, *found)
     return planned, *found

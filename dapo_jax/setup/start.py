@@ -42,6 +42,7 @@ from dapo_jax.logs.record import Record
 from dapo_jax.rollout import StepPlan
 from dapo_jax.sampler.session import Stream
 from dapo_jax.setup import auto_sizes, checks, components
+from dapo_jax.tasks.datasets import Dataset
 from dapo_jax.tasks.tokenizer import Tokenizer
 from sharding import hosts
 
@@ -89,7 +90,7 @@ class Run(Planned):
     snapshots: Snapshots
     alarms: Alarms
     step_plan: StepPlan
-    sets: dict[str, components.EvalSet]
+    sets: dict[str, Dataset]
     streams: tuple[Stream, ...]
     update: Callable
     old_logprobs: Callable | None
@@ -212,8 +213,7 @@ def open_run(
             "note: rollout.top_p or top_k cuts the sampler's distribution, but not the update's: "
             "their ratio is below 1 from the start"
         )
-    ids = planned.tokenizer.vocab_size
-    alarms = Alarms(config, programs.state, vocab_size=ids, say=say.line)
+    alarms = Alarms(config, programs.state, vocab_size=planned.tokenizer.vocab_size, say=say.line)
     sets = planned.data.eval_sets if config.eval.every_steps > 0 else {}
     key = components.key(config, components.ROLLOUT_STREAM)
     training = Stream(key, components.sampling(config, planned.tokenizer))

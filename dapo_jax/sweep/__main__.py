@@ -16,7 +16,7 @@ from absl import flags
 from dapo_jax.cli import command
 from dapo_jax.cli.config_flags import KEY_FLAG, config_flags_of, define_config
 from dapo_jax.cli.signals import Signals
-from dapo_jax.logs.files import atomic_file, locked
+from dapo_jax.logs.files import locked, write_file
 from dapo_jax.report.__main__ import write_report
 from dapo_jax.report.compare import markdown
 from dapo_jax.report.rows import read_rows_file, write_rows
@@ -57,8 +57,7 @@ def write_tables(folder: pathlib.Path, plan: Plan) -> str:
         return "no run has finished a step"
     write_rows(rows, runs)
     text = markdown(read_rows_file(rows), title=f"Sweep of {plan.config}")
-    with atomic_file(folder / "summary.md") as file:
-        file.write(text.encode())
+    write_file(folder / "summary.md", text.encode())
     page = write_report(folder, runs)
     return f"{text}\nrows: {rows}   tables: {folder / 'summary.md'}   page: {page}"
 

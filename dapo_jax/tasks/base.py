@@ -172,17 +172,14 @@ def graded(group: Group, *, task: Task, tokenizer: Tokenizer) -> Group:
     texts = [tokenizer.decode(response.tokens_T.tolist()) for response in group.responses]
     example = group.prompt.example
     begun = begun_answer(example.prompt, tokenizer)
-    open_ = [i for i, response in enumerate(group.responses) if response.verdict is None]
-    last = [tokenizer.decode(group.responses[i].last_turn_T.tolist()) for i in open_]
-    verdicts = [response.verdict for response in group.responses]
-    if open_:
-        found = grade_many(task, [begun + text for text in last], example)
-        for i, verdict in zip(open_, found, strict=True):
-            verdicts[i] = verdict
-    for i, response in enumerate(group.responses):
-        if response.measures:
-            measures = {**(verdicts[i].measures or {}), **response.measures}
-            verdicts[i] = verdicts[i]._replace(measures=measures)
+    open_ = [response for response in group.responses if response.verdict is None]
+    last = [begun + tokenizer.decode(response.last_turn_T.tolist()) for response in open_]
+    found = iter(grade_many(task, last, example) if open_ else ())
+    verdicts = []
+    for response in group.responses:
+        verdict = next(found) if response.verdict is None else response.verdict
+        measures = {**(verdict.measures or {}), **(response.measures or {})}
+        verdicts.append(verdict._replace(measures=measures or None))
     turns = [turns_of(it, tokenizer) if it.measures else None for it in group.responses]
     return group.graded(texts, verdicts, turns)
 

@@ -20,7 +20,7 @@ class Dataset:
 
     grade: decodes and grades the responses of a group. report: accounts for each row of the data.
     same: tells which pairs of predictions are one answer, for their votes. environment: makes what
-    answers its episodes' turns.
+    answers its episodes' turns. k: responses to each prompt of an evaluation set.
     """
 
     prompts: list[Prompt]
@@ -28,6 +28,7 @@ class Dataset:
     report: DataReport
     same: Callable[[Sequence[tuple[str, str]]], list[bool]] = by_text
     environment: Factory | None = None
+    k: int | None = None
 
 
 def load_dataset(
@@ -88,7 +89,8 @@ def load_dataset(
         named = str(error).partition(" ")[0] in settings
         raise type(error)(f"{key}{'.' if named else ': '}{error}") from error
     grade = functools.partial(graded, task=task, tokenizer=tokenizer)
-    return Dataset(prompts, grade, report, getattr(task, "same", by_text), environment)
+    same = getattr(task, "same", by_text)
+    return Dataset(prompts, grade, report, same, environment, settings.get("k"))
 
 
 def with_system(example: Example, text: str) -> Example:
@@ -116,8 +118,7 @@ def tokenize(
     """
     prompts = []
     for example in examples:
-        given = {"tools": tools} if tools else {}
-        token_ids = tokenizer.encode_chat(example.prompt, **given)
+        token_ids = tokenizer.encode_chat(example.prompt, tools)
         if not token_ids:
             raise DataError(
                 f"{example.source}, row {example.row}: the prompt is empty, it has no tokens; "

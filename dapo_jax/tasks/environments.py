@@ -65,9 +65,8 @@ class Factory:
     @property
     def tools(self) -> list[Callable]:
         """Lists the tools of a class of TRL's contract."""
-        names = [] if self.is_stepped else sorted({*dir(self.make)} - LIFECYCLE)
-        public = [getattr(self.make, name) for name in names if not name.startswith("_")]
-        return [it for it in public if inspect.isroutine(it)]
+        members = [] if self.is_stepped else inspect.getmembers(self.make, inspect.isroutine)
+        return [it for name, it in members if not name.startswith("_") and name not in LIFECYCLE]
 
     def schemas(self) -> list[dict]:
         """Describes the tools for the chat template; ValueError for one without hints or Args."""
@@ -110,7 +109,7 @@ class Episode:
 
     def __init__(self, factory: Factory, example: Example):
         self.turns = self.calls = self.failed_calls = self.timeouts = 0
-        self._factory, self._reward, self._is_done = factory, None, False
+        self._factory, self._reward = factory, None
         columns = {"prompt": list(example.prompt), "answer": example.answer}
         columns |= example.extra if isinstance(example.extra, Mapping) else {}
         self._environment = self._outside(lambda: _constructed(factory.make, columns))
@@ -140,8 +139,7 @@ class Episode:
 
     def measures(self) -> dict[str, float]:
         """Counts what there was, for the metrics."""
-        names = ("calls", "failed_calls", "timeouts")
-        return {name: float(getattr(self, name)) for name in names}
+        return {name: float(getattr(self, name)) for name in ("calls", "failed_calls", "timeouts")}
 
     def verdict(self) -> Verdict | None:
         """Grades the episode; None where the class has no reward."""
@@ -289,9 +287,7 @@ def tool_calls(text: str) -> list[Mapping | str]:
     return calls
 
 
-def replayed(
-    factory: Factory, example: Example, turns: Sequence[str], answers: Sequence
-) -> Episode:
+def replayed(factory: Factory, example: Example, turns: Sequence[str], answers: list) -> Episode:
     """Begins an episode anew and repeats its turns; EnvironmentFailed where an answer differs."""
     episode = Episode(factory, example)
     for text, answer in zip(turns, answers, strict=True):

@@ -128,19 +128,18 @@ class HuggingFaceTokenizer:
         """
         if self.chat == "none":
             return self._encode(f"\n\n{plain_text(messages)}\n\n", add_special_tokens=False)
-        _, found, tail = self._rendered_with(messages).partition(ANSWER)
-        if not found:  # most templates without tools take a user's message
-            as_user = [{"role": "user", "content": message["content"]} for message in messages]
-            _, found, tail = self._rendered_with(as_user).partition(ANSWER)
-        if not found:
+        as_user = [{"role": "user", "content": message["content"]} for message in messages]
+        for more in (messages, as_user):  # most templates without tools take a user's message
+            text = self._rendered("a question", ANSWER, more=more, add_generation_prompt=True)
+            _, found, tail = text.partition(ANSWER)
+            if found:
+                break
+        else:
             roles = ", ".join(message["role"] for message in messages)
             raise ValueError(f"{self._folder} has no {roles} behind an answer by its template")
         end = self._tokenizer.convert_ids_to_tokens(stop_id)
         tail = tail[tail.index(end) + len(end) :] if tail.lstrip().startswith(end) else tail
         return self._tokenizer(tail, add_special_tokens=False).input_ids
-
-    def _rendered_with(self, messages: Sequence[Message]) -> str:
-        return self._rendered("a question", ANSWER, more=messages, add_generation_prompt=True)
 
     def rewrites_turns(self) -> bool:
         """Returns whether the template changes earlier turns of a conversation, as Qwen3's does."""

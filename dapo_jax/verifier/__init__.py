@@ -44,10 +44,8 @@ def verify_many(
         from dapo_jax.verifier.symbolic_rules import default_verifier
 
         return default_verifier().verify_many(responses, ground_truths)
-    return [
-        refuse(response, truth) or _GRADERS[rules](response, truth)
-        for response, truth in zip(responses, ground_truths, strict=True)
-    ]
+    pairs = zip(responses, ground_truths, strict=True)
+    return [refuse(*pair) or _GRADERS[rules](*pair) for pair in pairs]
 
 
 def equal_answers(pairs: Sequence[tuple[str, str]], *, rules: str) -> list[bool]:
@@ -80,8 +78,8 @@ def _matches_itself(truth: str, rules: str) -> bool:
         return False  # a zero-width space equals itself, but nobody means it
     line, box = _LINE % truth, _BOX % truth
     if rules == "math_verify":
-        from dapo_jax.verifier.symbolic_rules import decide_locally
+        from dapo_jax.verifier.symbolic_rules import decide, find_answer
 
-        verdicts = [decide_locally(response, truth) for response in (line, box)]
+        verdicts = [decide(find_answer(response), truth) for response in (line, box)]
         return any(isinstance(it, Verdict) and it.correct for it in verdicts)
     return verify(box if rules == "strict_box" else line, truth, rules=rules).correct

@@ -79,7 +79,8 @@ _MINERVA_REMOVED = (  # in this order too, separated by single spaces
     "\\text{s} \\text{.} \\text{\ns} \\text{}^2 \\text{}^3 \\text{\n} \\text{} "
     '\\mathrm{th} ^\\circ ^{\\circ} \\; ,\\! {,} " \\dots'
 )
-_MINERVA_UNWRAPPED = (  # an opening, and the reading of what is inside up to the closing brace
+_MINERVA_UNWRAPPED = (  # an opening, and the reading of what is inside up to the closing sign
+    (re.compile(r"(?m)^[^$\n]*\$([^$\n]*)\$.*"), r"\1"),
     (re.compile(r"\\text\{([^}\n]*)\}"), r"\1"),
     (re.compile(r"\\textbf\{([^}\n]*)\}"), r"\1"),
     (re.compile(r"\\overline\{([^}\n]*)\}"), r"\1"),
@@ -103,17 +104,11 @@ def dapo_form(answer: str) -> str:
         text = text.replace(old, new)
     for word in _MINERVA_REMOVED.split(" "):
         text = text.replace(word, "")
-    text = "\n".join(_inside_dollars(line) for line in text.split("\n"))
     for pattern, inside in _MINERVA_UNWRAPPED:
         text = pattern.sub(inside, text)
     text = text.replace("$", "")
     without_commas = text.replace(",", "")
     return (without_commas if without_commas.isdigit() else text).strip()
-
-
-def _inside_dollars(line: str) -> str:
-    parts = line.split("$", 2)
-    return parts[1] if len(parts) == 3 else line
 
 
 def grade_dapo(response: str, truth: str) -> Verdict:
@@ -193,9 +188,8 @@ _STRICT_REPLACED = (
 )
 _STYLE = re.compile(r"\\(?:boxed|fbox|textbf|mathbf|bm|textit|mathit|emph)\{")
 _WRAPPER = re.compile(rf"(?:{TEXT})?\{{")
-EQUALS = re.compile(
-    r"(?<![<>:=\\/])(?<!\\not)(?<![^\d)}]!)=(?![=/]|[^(){}]*[)}])"
-)  # outside brackets
+# Outside brackets.
+EQUALS = re.compile(r"(?<![<>:=\\/])(?<!\\not)(?<![^\d)}]!)=(?![=/]|[^(){}]*[)}])")
 _LITERAL = re.compile(
     r"[+-]?(?:(?:[0-9]{1,3}([ ,'])[0-9]{3}(?:\1[0-9]{3})*|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
 )
@@ -255,10 +249,8 @@ def _plain(text: str) -> str:
     text = text.lstrip("*_: ").rstrip("*_,;:。、 ")
     if text.endswith(".") and not text.endswith(".."):
         text = text[:-1]
-    while (wrapper := _WRAPPER.match(text)) and closing_brace(text, wrapper.end() - 1) == (
-        len(text) - 1
-    ):
-        text = text[wrapper.end() : -1]
+    while (it := _WRAPPER.match(text)) and closing_brace(text, it.end() - 1) == len(text) - 1:
+        text = text[it.end() : -1]
     return text
 
 
@@ -267,8 +259,7 @@ def _without_styles(text: str) -> str:
     for style in _STYLE.finditer(text):
         begins, end = style.span()
         if (closing := closing_brace(text, end - 1)) is not None:
-            inside = text[end:closing]
-            text = f"{text[:begins]}{' ' * (end - begins)}{inside} {text[closing + 1 :]}"
+            text = f"{text[:begins]}{' ' * (end - begins)}{text[end:closing]} {text[closing + 1 :]}"
     return text
 
 

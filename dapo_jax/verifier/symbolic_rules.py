@@ -121,9 +121,8 @@ def _last_boxes(text: str) -> str | None:
 
 # What needs no algebra.
 
-_WORD = re.compile(
-    r"(?i)\w+ [\w ]+|[a-z]?[a-z]{4,}|yes|no|odd|all|[a-e]"
-)  # R and r are two letters
+# R and r are two letters.
+_WORD = re.compile(r"(?i)\w+ [\w ]+|[a-z]?[a-z]{4,}|yes|no|odd|all|[a-e]")
 _LETTERS = re.compile(r"[A-Za-z]{3,}|\b(?:or|no|to|if|is|in|at|of|by)\b", re.IGNORECASE)
 _COMMAND = re.compile(r"\\(?:begin|end)\{\w+\}|\\(?:operatorname|mathbb)\{\w+\}|\\[A-Za-z]+")
 _FUNCTIONS = re.compile(r"(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|log|exp|sqrt|gcd|lcm|max|min|mod")
@@ -220,11 +219,8 @@ def decide(answer: str | None, truth: str) -> Verdict | tuple[str, str]:
 def _without_names(form: str, other: str) -> str:
     """Reads "x=1 or x=2" as a set; "x=1, y=2" as a tuple where the other answer is one."""
     items = [math_rules.EQUALS.split(item) for item in _COMMA.split(_AND.sub(",", form))]
-    if (
-        "=" in other
-        or len(items) < 2
-        or any(len(i) != 2 or not math_rules.is_name(i[0]) for i in items)
-    ):
+    are_named = all(len(item) == 2 and math_rules.is_name(item[0]) for item in items)
+    if "=" in other or len(items) < 2 or not are_named:
         return form
     names, values = zip(*items, strict=True)
     if len({name.partition("_")[0] for name in names}) == 1:
@@ -314,16 +310,16 @@ def too_large(form: str) -> bool:
     form = _DEGREES.sub(r"\1", form)
     steps = ((character in "{([") - (character in "})]") for character in form)
     nesting = max(itertools.accumulate(steps), default=0)
-    sizes = [int(digits) for digits in _NUMBER.findall(form[: MAX_FORMULA_CHARS + 1])]
+    largest = max(map(int, _NUMBER.findall(form[: MAX_FORMULA_CHARS + 1])), default=0)
     operators = len(_BIG_OPERATOR.findall(form))
     return (
         len(form) > MAX_FORMULA_CHARS
         or nesting > MAX_NESTING
-        or max(sizes, default=0) >= 10**MAX_DIGITS
+        or largest >= 10**MAX_DIGITS
         or bool(_TOWER.search(form))
         or form.count("&") + form.count(r"\\") > 100
         or any(int(n or 0) > (100 if b in ")}]" else MAX_EXPONENT) for b, n in _POWER.findall(form))
-        or (operators > 0 and (max(sizes, default=0) > MAX_RANGE or operators > 3))
+        or (operators > 0 and (largest > MAX_RANGE or operators > 3))
     )
 
 
@@ -344,7 +340,7 @@ class SymbolicVerifier(isolated.Pool):
     def verify_many(self, responses: Sequence[str], ground_truths: Sequence[str]) -> list[Verdict]:
         """Grades pairs, in order; raises ValueError where the lengths differ."""
         decided = [
-            math_rules.refuse(response, truth) or decide_locally(response, truth)
+            math_rules.refuse(response, truth) or decide(find_answer(response), truth)
             for response, truth in zip(responses, ground_truths, strict=True)
         ]
         requests = {it: json.dumps(it).encode() for it in decided if not isinstance(it, Verdict)}
@@ -360,11 +356,6 @@ def verdict_of(reply: isolated.Reply, answer: str) -> Verdict:
     if reply.status == "done":
         return Verdict(*json.loads(reply.answer))
     return Verdict(False, answer, reply.status)
-
-
-def decide_locally(response: str, truth: str) -> Verdict | tuple[str, str]:
-    """Returns the verdict on a response where no worker is needed, else the two formulas."""
-    return decide(find_answer(response), truth)
 
 
 @functools.cache
@@ -400,10 +391,8 @@ def grade_symbolic(answer: str, truth: str) -> Verdict:
         return Verdict(False, answer, "unreadable_ground_truth")
     equal = [(readings[-1], side) for side in readings[:-1]] + [(gold, readings[-1])]
     precision = 15 if _SERIES.search(f"{answer}={truth}") else PRECISION
-    correct = all(
-        math_verify.verify(*pair, numeric_precision=precision, timeout_seconds=None)
-        for pair in equal
-    )
+    same = functools.partial(math_verify.verify, numeric_precision=precision, timeout_seconds=None)
+    correct = all(itertools.starmap(same, equal))
     return Verdict(correct, answer, "correct" if correct else "wrong")
 
 

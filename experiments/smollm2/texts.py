@@ -71,7 +71,7 @@ def distinct_2(texts: Sequence[str]) -> float:
 def fixed_batches(of: components.Programs, data: components.Data, tokenizer, texts) -> list[Batch]:
     """Packs the fixed texts into batches of the config's updates."""
     (held_out,) = data.eval_sets.values()
-    prompts, groups = held_out.dataset.prompts, []
+    prompts, groups = held_out.prompts, []
     for cursor, responses in list(texts.items())[:PROMPTS]:
         made = []
         for response in responses:
