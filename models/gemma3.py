@@ -96,7 +96,6 @@ class Gemma3Config(ModelConfig):
         "rope_local_base_freq": 1e4,
         "query_pre_attn_scalar": 256,
         "sliding_window": 4_096,
-        "sliding_window_pattern": 6,
     }
     keys: ClassVar[Mapping[str, str]] = {
         "query_scalar": "query_pre_attn_scalar",
@@ -118,7 +117,7 @@ class Gemma3Config(ModelConfig):
     @classmethod
     def layer_types(cls, raw):
         """Reads them, or makes every sixth layer a full one."""
-        every = raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern") or 6
+        every = raw.get("sliding_window_pattern") or 6
         pattern = [
             FULL if (i + 1) % every == 0 else SLIDING for i in range(raw["num_hidden_layers"])
         ]
@@ -147,30 +146,19 @@ class Gemma3Config(ModelConfig):
         return TEXT.sub("model.", name).removeprefix("language_model.")
 
 
-def _sizes(*sizes, layers: int, heads, window: int, **more) -> Gemma3Config:
+def _sizes(sizes, layers: int, heads, window: int, **more) -> Gemma3Config:
     windows = tuple(None if (i + 1) % 6 == 0 else window for i in range(layers))
     return Gemma3Config(*sizes, layers, *heads, True, windows=windows, **more)
 
 
+_large = functools.partial(_sizes, window=1_024, rope_scaling=LinearScaling(8.0))
 # The published sizes (https://huggingface.co/google, config.json of each model; the pre-trained
 # models and those trained further have the same).
-_LONG = LinearScaling(8.0)
 PRESETS = {
-    "270m": _sizes(262_144, 640, 2_048, layers=18, heads=(4, 1, 256), window=512),
-    "1b": _sizes(262_144, 1_152, 6_912, layers=26, heads=(4, 1, 256), window=512),
-    "4b": _sizes(
-        262_208, 2_560, 10_240, layers=34, heads=(8, 4, 256), window=1_024, rope_scaling=_LONG
-    ),
-    "12b": _sizes(
-        262_208, 3_840, 15_360, layers=48, heads=(16, 8, 256), window=1_024, rope_scaling=_LONG
-    ),
-    "27b": _sizes(
-        *(262_208, 5_376, 21_504),
-        layers=62,
-        heads=(32, 16, 128),
-        window=1_024,
-        rope_scaling=_LONG,
-        query_scalar=168,
-    ),
+    "270m": _sizes((262_144, 640, 2_048), 18, (4, 1, 256), 512),
+    "1b": _sizes((262_144, 1_152, 6_912), 26, (4, 1, 256), 512),
+    "4b": _large((262_208, 2_560, 10_240), 34, (8, 4, 256)),
+    "12b": _large((262_208, 3_840, 15_360), 48, (16, 8, 256)),
+    "27b": _large((262_208, 5_376, 21_504), 62, (32, 16, 128), query_scalar=168),
 }
 register(Gemma3Config, PRESETS)

@@ -118,11 +118,13 @@ def test_an_engine_samples_what_plain_xla_does(monkeypatch):
 
 # For a GPU. None is needed to lower programs, and none to compile them.
 
-# Heads, key heads, head size, page and dtype: Qwen2.5 0.5B, 1.5B, 7B and 32B.
+# Heads, key heads, head size, page and dtype: Qwen2.5 0.5B, 1.5B, 7B, Gemma 3 1B, Qwen2.5 32B.
 HEADS = (
     (14, 2, 64, 128, jnp.bfloat16),
     (12, 2, 128, 128, jnp.bfloat16),
     (28, 4, 128, 64, jnp.bfloat16),
+    (4, 1, 256, 128, jnp.bfloat16),
+    (4, 1, 256, 128, jnp.float32),
     (40, 8, 128, 128, jnp.float32),
 )
 
@@ -137,9 +139,9 @@ def steps(heads, *, sharding=None):
                 q_BNH = jnp.einsum("BD,DNH->BNH", x_BD, w_DNH)
                 k_BKHS = jnp.ones((B, K, H, S), dtype)
                 recent, tokens = (k_BKHS, k_BKHS.swapaxes(2, 3)), (prompt_tokens_B, tokens_B)
-                out_BNH = paged_attention(
-                    q_BNH, recent, tokens_B % S + i, pool, pool, page_BX, *tokens, interpret=False
-                )
+                arrays = (recent, tokens_B % S + i, pool, pool, page_BX, *tokens)
+                window = 512 if H == 256 else None
+                out_BNH = paged_attention(q_BNH, *arrays, window=window, interpret=False)
                 x_BD += jnp.einsum("BNH,DNH->BD", out_BNH, w_DNH)
             return x_BD
 

@@ -79,7 +79,7 @@ def paged_attention(
         name="paged_attention",
         interpret=interpret,
         warps=2 * q_BNH.dtype.itemsize,  # float32 would run out of registers with 4
-        stages=STAGES,
+        stages=STAGES if H * q_BNH.dtype.itemsize < 1024 else 1,  # of shared memory on small GPUs
     )
     k_BKHR, v_BKRH = recent
     missing = triton.padded(v_BKRH.shape[2]) - v_BKRH.shape[2]
