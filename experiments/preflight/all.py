@@ -32,6 +32,8 @@ CASES = (
         {"rollout.cache_mib": 12_288, "learner.remat": "full"},
     ),
     ("qwen3_8b", "v5e:8x8", 1, {}),
+    ("gemma3_1b", "v5e:2x4", 1, {}),
+    ("gemma3_4b", "v5e:2x4", 1, {}),
     ("qwen2_5_7b", "v6e:4x4", 2, {"learner.micro_batch_rows": 8, "rollout.cache_mib": 14_336}),
     ("qwen2_5_7b", "v4:4x4x4", 1, {}),
     ("qwen2_5_32b", "tpu7x:4x4x4", 1, {"learner.micro_batch_rows": 16}),
