@@ -284,7 +284,7 @@ def micro_batch_loss(params, start_weights, micro: Batch, *, graph, mesh, learni
     run = functools.partial(forward, micro=micro, graph=graph, mesh=mesh, learning=learning)
     head = {"temperature": learning.temperature, "vocab_size": learning.vocab_size, "mesh": mesh}
     x_BTD, head_DV, differ_BT = run(*weights_and_adapters(params, start_weights, learning))
-    reference_logp_BT = entropy_weight = None
+    reference_logp_BT = None
     if learning.kl_coef > 0:
         of_start = run(start_weights, None)[:2]
         reference_logp_BT, _ = chosen_logprobs(*of_start, micro.target_BT, **head)
@@ -293,11 +293,7 @@ def micro_batch_loss(params, start_weights, micro: Batch, *, graph, mesh, learni
     evaluate = head_loss if learning.ratio == "token" else head_loss_of_rows
     loss_of = functools.partial(token_loss, learning=learning)
     if learning.entropy_coef > 0:
-
-        def entropy_weight(token):
-            return -learning.entropy_coef * token.weight_BT
-
-    head["entropy_weight"] = entropy_weight
+        head["entropy_weight"] = lambda token: -learning.entropy_coef * token.weight_BT
     loss, *found, indicators = evaluate(x_BTD, head_DV, micro.target_BT, micro, loss_of, **head)
     if differ_BT is not None:
         indicators = indicators | {"routes/differ": differ_BT}

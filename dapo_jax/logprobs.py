@@ -5,6 +5,7 @@ a time on a device, of its rows and its part of the vocabulary; no [T, V] array 
 """
 
 import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -138,17 +139,14 @@ def head_loss_of_rows(x_BTD, head_DV, target_BT, tokens, rows_loss, *, entropy_w
 
     logp_BT, _ = chosen_logprobs(*jax.lax.stop_gradient((x_BTD, head_DV)), target_BT, **how)
     (loss, indicators), slope_BT = jax.value_and_grad(total, has_aux=True)(logp_BT)
-    given = (slope_BT,)
-    if entropy_weight is not None:
-        given, how["entropy_weight"] = (
-            (slope_BT, entropy_weight(tokens)),
-            lambda given_C: given_C[1],
-        )
+    weight_BT = entropy_weight and entropy_weight(tokens)
+    how["entropy_weight"] = entropy_weight and operator.itemgetter(1)
+    both = (slope_BT, weight_BT)
     linear, logp_BT, entropy_BT, _ = head_loss(
-        x_BTD, head_DV, target_BT, given, lambda logp_C, given_C: (given_C[0] * logp_C, {}), **how
+        x_BTD, head_DV, target_BT, both, lambda logp_C, both_C: (both_C[0] * logp_C, {}), **how
     )
     if entropy_weight is not None:
-        loss += jnp.sum(given[1] * entropy_BT)
+        loss += jnp.sum(weight_BT * entropy_BT)
     return loss + (linear - jax.lax.stop_gradient(linear)), logp_BT, entropy_BT, indicators
 
 

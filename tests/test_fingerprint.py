@@ -4,17 +4,14 @@ The whole start of a run with each kind of changed input is in test_faults_input
 """
 
 import json
-import linecache
 import sys
 import types
-from importlib.machinery import SourceFileLoader
 
 import numpy as np
 import pytest
 from small_config import get_config
 
 from configs import base
-from dapo_jax import losses
 from dapo_jax.checkpoints import fingerprint
 from dapo_jax.tasks.datasets import Mixture
 from dapo_jax.types import Example, Prompt
@@ -105,8 +102,7 @@ def test_the_tokenizers_files_belong_to_a_run(tmp_path):
         ({"data.train.task": "mine:Task"}, "mine/__init__.py", "data.train.task: mine"),
         ({"data.train.task": "mine.task:Task"}, "mine/units.py", ""),
         ({"model.family": "helper"}, "helper.py", "model.family: helper"),
-        ({"algo.policy_loss": "extra"}, "gates.py", "algo.policy_loss: gates"),
-        ({"algo.policy_loss": "of_config"}, "config.py", "policy_loss: of_config"),
+        ({"algo.policy_loss": "gates:extra"}, "gates.py", "algo.policy_loss: gates"),
         ({"data.train.task": "loose.task:Task"}, "loose/task.py", "train.task: loose.task"),
         ({"log.writers": ("helper:Writer",)}, "helper.py", "said: log.writers: helper"),
         ({"eval.sets.arithmetic.task": "helper:Task"}, "helper.py", "said: eval.sets.arithmetic"),
@@ -115,8 +111,7 @@ def test_the_tokenizers_files_belong_to_a_run(tmp_path):
 def test_custom_code_belongs_to_a_run(tmp_path, monkeypatch, settings, edited, refusal):
     """A grader was edited between two starts, and the run went on with other rewards, in silence.
 
-    An edited policy loss of the config's file is refused too, compiled or not; what else the file
-    has may change. A folder may have no __init__.py.
+    What a named file imports may change. A folder may have no __init__.py.
     """
     (tmp_path / "mine").mkdir()
     (tmp_path / "loose").mkdir()
@@ -127,7 +122,6 @@ def test_custom_code_belongs_to_a_run(tmp_path, monkeypatch, settings, edited, r
         "helper.py": "from dapo_jax.types import Verdict\nONE = 1\n",
         "loose/task.py": "ONE = 1\n",
         "gates.py": "def extra():\n    return 1\n",
-        "config.py": "import jax\nLAYERS = 2\n\n@jax.jit\ndef of_config():\n    return 1\n",
     }
     for name, text in files.items():
         (tmp_path / name).write_text(text)
@@ -135,24 +129,17 @@ def test_custom_code_belongs_to_a_run(tmp_path, monkeypatch, settings, edited, r
     for name in ("mine", "loose"):  # of another case
         monkeypatch.delitem(sys.modules, name, raising=False)
 
-    def fingerprint_now():
-        gates = SourceFileLoader("gates", str(tmp_path / "gates.py")).load_module()
-        of_file = SourceFileLoader("config_config", str(tmp_path / "config.py")).load_module()
-        linecache.checkcache()
-        monkeypatch.setitem(losses.POLICY_LOSSES, "extra", gates.extra)
-        monkeypatch.setitem(losses.POLICY_LOSSES, "of_config", of_file.of_config)
-        return fingerprint_of(**settings)
-
-    old = fingerprint_now()
-    (tmp_path / "config.py").write_text(files["config.py"].replace("2", "3"))
-    assert said_of(fingerprint_now(), old) == []
+    old = fingerprint_of(**settings)
+    assert said_of(fingerprint_of(**settings), old) == []
     (tmp_path / edited).write_text(files[edited].replace("1", "4"))
     if refusal.startswith("said: ") or not refusal:
-        assert "".join(said_of(fingerprint_now(), old)).startswith(refusal.removeprefix("said: "))
+        assert "".join(said_of(fingerprint_of(**settings), old)).startswith(
+            refusal.removeprefix("said: ")
+        )
         return
     with pytest.raises(ValueError, match=rf"{refusal}\S* differs.*a fork, which goes on"):
-        said_of(fingerprint_now(), old)
-    fingerprint.require_parent(old, fingerprint_now(), "checkpoint 5")
+        said_of(fingerprint_of(**settings), old)
+    fingerprint.require_parent(old, fingerprint_of(**settings), "checkpoint 5")
 
 
 def test_another_evaluation_set_is_said():

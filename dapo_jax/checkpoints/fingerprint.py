@@ -11,18 +11,16 @@ import dataclasses
 import datetime
 import hashlib
 import importlib.util
-import inspect
 import json
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
 from configs.base import MAY_CHANGE, OF_POLICY, eval_settings, mixture_settings
-from dapo_jax import hub, losses
+from dapo_jax import hub
 from dapo_jax.cli.config_flags import as_json, config_differences, fill_open
 from dapo_jax.logs.files import read_json, read_rows, read_starts
 from dapo_jax.logs.provenance import NAME as STARTS
@@ -33,7 +31,6 @@ from sharding import hosts
 
 SHOWN_DIFFERENCES = 5
 WEIGHTS = ".safetensors"
-CONFIG_MODULES = ("config_config", "__main__")  # what a config's file is, by ml_collections too
 # Steps without a checkpoint, in units of checkpoint.every_steps, that a run can have finished when
 # it is killed: one is being saved, one is pending, and the step of the next waits for the first.
 UNSAVED = 3
@@ -109,43 +106,26 @@ def of_run(config: ConfigDict, data, parent=None) -> dict:
 
 
 def of_code(config: ConfigDict) -> dict[str, dict[str, str]]:
-    """Digests the files of custom modules, by key and name; what they import is not looked at.
-
-    Of the config's own file the functions that it names count.
-    """
+    """Digests the files of custom modules, by key and name; what they import is not looked at."""
     found: dict[str, dict[str, str]] = {}
-    for key, module, function in _custom(config):
-        if module in CONFIG_MODULES:
-            function = inspect.unwrap(function)
-            of = function if hasattr(function, "__code__") else type(function)
-            name, code = of.__name__, inspect.getsource(of).encode()
-        else:
-            name, spec = module, importlib.util.find_spec(module)
-            code = pathlib.Path(spec.origin).read_bytes() if spec and spec.has_location else b""
-        found.setdefault(key, {})[name] = hashlib.sha256(code).hexdigest()[:32]
+    for key, module in _custom(config):
+        spec = importlib.util.find_spec(module)
+        code = pathlib.Path(spec.origin).read_bytes() if spec and spec.has_location else b""
+        found.setdefault(key, {})[module] = hashlib.sha256(code).hexdigest()[:32]
     return found
 
 
-def _custom(config: ConfigDict) -> Iterator[tuple[str, str, Any]]:
-    """Yields (key, module, function or None) of what a config names and is not this project's."""
+def _custom(config: ConfigDict) -> Iterator[tuple[str, str]]:
+    """Yields (key, module) of what a config names and is not this project's."""
     sets = {f"eval.sets.{name}": of for name, of in eval_settings(config).items()}
     sets |= mixture_settings(config)
     of_sets = ("task", "environment")
     named = [(f"{key}.{name}", it[name]) for key, it in sets.items() for name in of_sets]
     named += [("log.writers", name) for name in config.log.writers]
-    yield from ((key, name.partition(":")[0], None) for key, name in named if ":" in name)
+    named += [("algo.policy_loss", config.algo.policy_loss)]
+    yield from ((key, name.partition(":")[0]) for key, name in named if ":" in name)
     if config.model.family not in families.BUILT_IN:
-        yield "model.family", config.model.family, None
-    chosen = {
-        "policy_loss": losses.policy_loss(config.algo.policy_loss),
-        "ratio": losses.RATIOS[config.algo.ratio],
-        "advantage_scale": losses.ADVANTAGES[config.algo.advantage_scale],
-    }
-    for name, function in chosen.items():
-        function = getattr(function, "func", function)  # of a partial
-        module = getattr(function, "__module__", None) or ""
-        if not module.startswith(("dapo_jax.", "models.")):
-            yield f"algo.{name}", module, function
+        yield "model.family", config.model.family
 
 
 def require_start_model(config: ConfigDict, theirs: dict, where: str, *, weights: bool) -> None:
