@@ -16,6 +16,10 @@ Seconds a step, by the arithmetic of experiments.preflight.estimate at the effic
 config as a whole was not run. On that H200 (commit 5e82132) an update of four rows of 4,096 tokens
 took 0.30 s with 0.5B, 0.59 s with 1.5B, and a decode step of 256 slots with 1,024 tokens each 3.0
 ms with 0.5B, 11.5 ms with 7B.
+
+Qwen3-30B-A3B needs a card of 141 GB and LoRA of attention, by arithmetic: its bfloat16 weights are
+61 GB, and the start's are there beside the sampler's. So 122 GB are taken before any cache, and
+what lays one out as the other needs was not measured on a GPU.
 """
 
 from configs import base
