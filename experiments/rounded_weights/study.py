@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from dapo_jax.report.compare import table
-from experiments.rounded_weights.measure import OFF, measure
+from experiments.rounded_weights.measure import OFF, ON, measure
 from experiments.study import Measured
 
 TITLE = "Rounded weights and Eq. 8's clip"
@@ -73,12 +73,20 @@ def result(rows: Sequence[dict]) -> str:
 
 
 def figure(rows: Sequence[dict]) -> Figure:
-    """Clipped tokens, and the size of what rounding adds, over the learning rate."""
-    arms = arms_of(rows)
-    drawn = Figure(figsize=(13, 4.2), layout="constrained")
-    clip, extra, start = drawn.subplots(1, 3)
+    """Clipped tokens, what rounding adds, and |log r| by start, over the learning rate.
 
-    def line(axes, model, grid, weights, of, **how):
+    A model has a row.
+    """
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    drawn = Figure(figsize=(13, 4.2 * len(models)), layout="constrained")
+    for model, axes in zip(models, drawn.subplots(len(models), 3, squeeze=False), strict=True):
+        _draw(model, arms_of(rows), *axes)
+    drawn.suptitle(TITLE)
+    return drawn
+
+
+def _draw(model: str, arms, clip, extra, start) -> None:
+    def line(axes, grid, weights, of, **how):
         points = {
             rate: mean(found, of)
             for (m, g, rate, w, acts), found in arms.items()
@@ -90,31 +98,29 @@ def figure(rows: Sequence[dict]) -> Figure:
         return row["low"] + row["high"]
 
     for weights in COLORS:
-        line(clip, "135M", OFF, weights, both, marker="o", label=weights)
+        line(clip, OFF, weights, both, marker="o", label=weights)
     for weights in ("bfloat16", "float16"):
         formula = COLUMNS["formula"][0]
-        line(clip, "135M", OFF, weights, formula, ls=":", label=f"{weights}, formula")
-        line(extra, "135M", OFF, weights, lambda row: row["extra_std"], marker="o", label=weights)
+        line(clip, OFF, weights, formula, ls=":", label=f"{weights}, formula")
+        line(extra, OFF, weights, lambda row: row["extra_std"], marker="o", label=weights)
         of_formula = COLUMNS["formula, std"][0]
-        line(extra, "135M", OFF, weights, of_formula, ls=":", label=f"{weights}, formula")
-    for grid, style in (("off", "-"), ("on", "--")):
+        line(extra, OFF, weights, of_formula, ls=":", label=f"{weights}, formula")
+    for grid, style in ((OFF, "-"), (ON, "--")):
         for weights in ("float32", "bfloat16", "dithered"):
             how = {"ls": style, "marker": "o", "label": f"{weights}, start {grid} the grid"}
-            line(start, "135M", grid, weights, lambda row: row["mean"], **how)
+            line(start, grid, weights, lambda row: row["mean"], **how)
     titles = {
-        clip: "tokens that Eq. 8 clips in a step",
+        clip: f"{TITLES[model]}: tokens that Eq. 8 clips",
         extra: "what rounding adds to log r, std",
-        start: "mean |log r|: a start that is bfloat16 hardly moves",
+        start: "mean |log r|, by where the start lies",
     }
     for axes, title in titles.items():
         axes.set(title=title, xlabel="learning rate", xscale="log")
         axes.legend(fontsize=7)
         axes.grid(alpha=0.3)
-    clip.yaxis.set_major_formatter(PercentFormatter(1.0))
+    clip.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=1))
     extra.set_yscale("log")
     start.set_yscale("log")
-    drawn.suptitle(f"{TITLE}: {TITLES['135M']}, one step of four updates")
-    return drawn
 
 
 STUDY = Measured(measure=measure, result=result, figure=figure)
