@@ -31,7 +31,11 @@ MORE = (*FIVE, 5e-5, 2e-4)  # the 1 M model's config has 5e-5
 SPLIT_RATE = 5e-6  # at which also one kind of weight alone has two terms
 # bfloat16's grid: there start weights of a model that is published so are; later they are not.
 ON, OFF = "on", "off"
-RATES = {"135M": {OFF: FIVE, ON: (1e-6, 5e-6)}, "1M": {OFF: MORE, ON: MORE}}
+AS_IT_IS = "as it is"  # SmolLM2's file has 16 values in a block of 32 weights
+RATES = {
+    "135M": {OFF: FIVE, ON: (1e-6, 5e-6), AS_IT_IS: (5e-6,)},
+    "1M": {OFF: MORE, ON: MORE},
+}
 CONFIGS = {"135M": smollm2_135m.get_config, "1M": tiny.get_config}
 EXPLICIT_BITS = {"bfloat16": 7, "float16": 10}  # of the significand
 KINDS = {  # of weights, by the first letters of their names
@@ -224,7 +228,7 @@ def trajectory(step: Step, params, rate: float) -> list:
 
 def arms(rate: float, grid: str) -> list[tuple[str, bool]]:
     """Lists (weights, whether activations are rounded)."""
-    if grid == ON:
+    if grid != OFF:
         return [("float32", False), ("bfloat16", False), ("dithered", False)]
     more = [("float32", True), ("bfloat16", True)]
     more += [(f"two terms: {kind}", False) for kind in KINDS]
@@ -232,9 +236,9 @@ def arms(rate: float, grid: str) -> list[tuple[str, bool]]:
 
 
 def started(params, grid: str):
-    """Puts start weights on bfloat16's grid, or by chance between its points."""
-    if grid == ON:
-        return rounded(params, "bfloat16")
+    """Puts start weights on bfloat16's grid, or by chance between its points, or nowhere else."""
+    if grid != OFF:
+        return rounded(params, "bfloat16") if grid == ON else params
 
     def one(w):
         offset = np.random.default_rng(w.size + 1).uniform(-0.5, 0.5, w.shape)
@@ -254,8 +258,8 @@ def of_seed(model: str, seed: int, workdir: pathlib.Path) -> list[dict]:
         published = jax.device_get(step.run.programs.start_state().params)
         return [
             {"model": model, "seed": seed, "start": grid, **row}
-            for grid in (OFF, ON)
-            for row in of_start(step, started(published, grid), grid, RATES[model][grid])
+            for grid, rates in RATES[model].items()
+            for row in of_start(step, started(published, grid), grid, rates)
         ]
 
 

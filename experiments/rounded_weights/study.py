@@ -7,11 +7,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from dapo_jax.report.compare import table
-from experiments.rounded_weights.measure import OFF, ON, measure
+from experiments.rounded_weights.measure import AS_IT_IS, OFF, ON, measure
 from experiments.study import Measured
 
 TITLE = "Rounded weights and Eq. 8's clip"
 TITLES = {"135M": "SmolLM2-135M", "1M": "the 1 M model"}
+STARTS = {OFF: "off the grid", ON: "on the grid", AS_IT_IS: AS_IT_IS}
 COLORS = {"float32": "C0", "bfloat16": "C3", "dithered": "C1", "two terms": "C2", "float16": "C4"}
 COLUMNS = {  # heading -> (what of a row, format); a row without it has "-"
     "moved": (lambda row: row["moved"], "{:.1%}"),
@@ -56,7 +57,7 @@ def result(rows: Sequence[dict]) -> str:
     ]
     parts = dict.fromkeys((model, start, acts) for model, start, _, _, acts in arms)
     for model, start, acts in parts:
-        lines += ["", f"## {TITLES[model]}, start {start} the grid, activations {acts}", ""]
+        lines += ["", f"## {TITLES[model]}, start: {STARTS[start]}, activations {acts}", ""]
         body = []
         for (*where, rate, weights, its), found in arms.items():
             if (*where, its) != (model, start, acts):
