@@ -36,6 +36,7 @@ OPTIONAL = (
     "partial_rollouts/",
     "staleness/",
     "clip_fraction/tis",
+    "routes/",
     "seconds_in_rollout/environment",
 )
 EXPECTED_KEYS = {metric.key for metric in METRICS if not metric.key.startswith(OPTIONAL)}
