@@ -553,6 +553,18 @@ def test_the_kl_term_is_zero_at_the_start_policy_and_has_the_plain_gradient_else
     np.testing.assert_allclose(metrics["kl"], kl.mean(), rtol=1e-4)
 
 
+@pytest.mark.parametrize("ratio", ["token", "sequence"])
+def test_an_entropy_bonus_is_the_mean_entropy_of_the_trained_tokens(params, data, ratio):
+    learning = dataclasses.replace(LEARNING, ratio=ratio)
+    batch, with_bonus = batch_of(data), dataclasses.replace(learning, entropy_coef=0.5)
+    if ratio == "sequence":
+        batch = dataclasses.replace(batch, old_logp_BT=batch.behavior_logp_BT)
+    plainly, found = (run_update(params, batch, it)[1] for it in (learning, with_bonus))
+    np.testing.assert_allclose(found["loss"], plainly["loss"] - 0.5 * plainly["entropy"], rtol=1e-4)
+    gradients = [gradient(params, batch, it) for it in (learning, with_bonus)]
+    assert distance(*gradients) > 0.01
+
+
 @pytest.mark.parametrize("by", ["learner", "sampler"])
 def test_old_logprobs_of_earlier_policies_tokens_are_as_chosen(params, data, by):
     """By the learner's choice too, partial rollouts' tokens kept the sampler's, in silence."""

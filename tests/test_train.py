@@ -93,7 +93,9 @@ def finished(tmp_path_factory):
     workdir.mkdir()
     with pytest.raises(ValueError, match="--profile=3: give one of the steps 0 to 2"):
         train.train(small_config(), workdir, profile=STEPS)
-    train.train(small_config(), workdir, profile=1)
+    config = small_config()
+    config.checkpoint.best = "arithmetic"
+    train.train(config, workdir, profile=1)
     return workdir
 
 
@@ -117,6 +119,10 @@ def test_a_run_writes_what_it_promises(finished):
         assert ("eval/arithmetic/mean@4" in row) == (row["step"] in (0, 2))
     scores = json.loads((finished / "eval" / "2.json").read_text())["sets"]["arithmetic"]
     assert rows[2]["eval/arithmetic/mean@4"] == scores["mean@4"]
+    last = json.loads((finished / "eval" / "3.json").read_text())["sets"]["arithmetic"]["mean@4"]
+    known = {"0": rows[0]["eval/arithmetic/mean@4"], "2": scores["mean@4"], "3": last}
+    progress = json.loads((finished / "checkpoints" / "3" / "progress" / "metadata").read_text())
+    assert progress["scores"] == {"arithmetic": known}
     assert len([*(finished / "profile").rglob("*.xplane.pb")]) == 1
     assert all((finished / name).stat().st_size for name in ("curves.png", "eval/3.json"))
     sampled = [json.loads(line) for line in responses(finished, 2).splitlines()]
