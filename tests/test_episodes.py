@@ -436,6 +436,31 @@ def test_a_models_own_form_of_calls_is_read_by_its_response_template(tmp_path):
     assert answer["content"].startswith("Error: the call is no JSON")
 
 
+@pytest.mark.parametrize(
+    ("turn", "said"),
+    [
+        ('{"name": "multiply"', "the call is no JSON"),
+        ("3", 'a call has to be {"name"'),
+    ],
+)
+def test_a_broken_call_in_a_models_own_form_is_answered(turn, said, tmp_path):
+    """The library raises for it, which ended the run as an environment's failure."""
+    folder = folder_of(CHATML, ("<|im_start|>", "<|im_end|>"), tmp_path)
+    calls = {"open": "<tool_call>", "close": "</tool_call>", "repeats": True, "content": "json"}
+    calls["transform"] = {
+        "function": {"name": "{content.name}", "arguments": "{content.arguments}"}
+    }
+    fields = {"tool_calls": calls, "content": {"close": "<|im_end|>", "content": "text"}}
+    tokenizer = load(folder, chat="template")
+    tokenizer._tokenizer.response_template = {
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": fields,
+    }
+    factory = dataclasses.replace(Factory("x", Tools, 1.0), reads=tokenizer.tool_calls)
+    (answer,) = Episode(factory, EXAMPLE).answer(f"<tool_call>{turn}</tool_call>")
+    assert answer["content"].startswith(f"Error: {said}")
+
+
 class Multiply:
     """SkyRL-Gym's contract: init, and step with observations, reward and done."""
 

@@ -150,16 +150,18 @@ class HuggingFaceTokenizer:
         return not self._rendered("a question", thought, "more").startswith(prompt + thought)
 
     def tool_calls(self, text: str, tools: Sequence[Mapping]) -> list[Mapping]:
-        """Reads a turn's calls by the files' response_template; none without one.
+        """Reads a turn's calls by the files' response_template; none without one, or of no call.
 
         tools: their schemas, which say what type an argument has.
         """
         if not getattr(self._tokenizer, "response_template", None):
             return []
         prompt = self._rendered("a question", add_generation_prompt=True)
-        message = self._tokenizer.parse_response(text, prefix=prompt, tools=list(tools))
-        found = message.get("tool_calls", ())
-        return [call.get("function", call) for call in found]
+        try:
+            message = self._tokenizer.parse_response(text, prefix=prompt, tools=list(tools))
+            return [call.get("function", call) for call in message.get("tool_calls", ())]
+        except Exception:  # the model wrote what the template does not read
+            return []
 
     def encode_chat(
         self, messages: Sequence[Message], tools: Sequence[Mapping] | None = None
