@@ -194,8 +194,7 @@ def make_batch(groups: Sequence[Group], advantage_PG: np.ndarray, learning: Lear
 
 def batch_shardings(mesh, *, routes=()) -> Batch:
     """Shards a batch [M, B, T] by rows."""
-    names = [*Batch.row_fields(), *(["route_BTLA"] if routes else [])]
-    rows = dict.fromkeys(names, rules.micro_batches(mesh))
+    rows = dict.fromkeys(Batch.row_fields(routes), rules.micro_batches(mesh))
     return Batch(**rows, num_micro=rules.replicated(mesh))
 
 
@@ -208,9 +207,10 @@ def minibatch(groups, advantage_PG, learning: Learning, mesh) -> Batch:
 def abstract_batch(learning: Learning, row_tokens: int, mesh) -> Batch:
     """Stands for a batch on the mesh, with rows of one length, where an update is lowered."""
     shape = (num_micro(learning), learning.micro_batch_rows, row_tokens)
-    rows = {name: jax.ShapeDtypeStruct(shape, d) for name, d in Batch.row_fields().items()}
-    if learning.routes:
-        rows["route_BTLA"] = jax.ShapeDtypeStruct((*shape, *learning.routes), jnp.uint8)
+    rows = {
+        name: jax.ShapeDtypeStruct((*shape, *d.shape), d.base)
+        for name, d in Batch.row_fields(learning.routes).items()
+    }
     used = jax.ShapeDtypeStruct((), jnp.int32)
     shardings = batch_shardings(mesh, routes=learning.routes)
     return rules.abstract(Batch(**rows, num_micro=used), shardings)

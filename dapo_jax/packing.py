@@ -47,9 +47,8 @@ def pack(
         share_prompts=share_prompts,
     )
     shape = (len(rows), row_tokens)
-    fields = {name: np.zeros(shape, dtype) for name, dtype in Batch.row_fields().items()}
-    route_BTLA = np.zeros((*shape, *routes), np.uint8) if routes else None
-    batch = Batch(**fields, num_micro=None, route_BTLA=route_BTLA)
+    fields = {name: np.zeros(shape, dtype) for name, dtype in Batch.row_fields(routes).items()}
+    batch = Batch(**fields, num_micro=None)
     for b, pieces in enumerate(rows):
         end = branch = 0
         for segment, (p, samples) in enumerate(pieces, start=1):
@@ -163,7 +162,6 @@ def into_micro_batches(batch: Batch, *, num_micro: int, rows: int) -> Batch:
         full[:used] = array[by_work]
         return full.reshape(num_micro, rows, *array.shape[1:])
 
-    fields = {name: spread(getattr(batch, name)) for name in Batch.row_fields()}
-    if batch.route_BTLA is not None:
-        fields["route_BTLA"] = spread(batch.route_BTLA)
+    arrays = {name: array for name, array in vars(batch).items() if array is not None}
+    fields = {name: spread(array) for name, array in arrays.items()}
     return dataclasses.replace(batch, **fields, num_micro=np.int32(-(-used // rows)))

@@ -313,7 +313,8 @@ class Batch:
     route_BTLA: Any = None
 
     @classmethod
-    def row_fields(cls) -> dict[str, np.dtype]:
-        """Name -> dtype of the arrays of rows."""
+    def row_fields(cls, routes: tuple[int, ...] = ()) -> dict[str, np.dtype]:
+        """Name -> dtype of the arrays of rows; routes: (L, A) of a token, where there are any."""
         hints = get_type_hints(cls, include_extras=True).items()
-        return {name: hint.__metadata__[0] for name, hint in hints if hasattr(hint, "__metadata__")}
+        own = {name: hint.__metadata__[0] for name, hint in hints if hasattr(hint, "__metadata__")}
+        return own | ({"route_BTLA": np.dtype((np.uint8, routes))} if routes else {})

@@ -22,7 +22,7 @@ from absl import app, flags
 from scipy import stats
 
 from configs.base import KEYS
-from dapo_jax.logs.files import atomic_file
+from dapo_jax.logs.files import write_file
 from dapo_jax.logs.metrics import METRICS, TASK, Metric, score_metric
 from dapo_jax.report import compare, plots, statistics
 from dapo_jax.report.compare import Quantity, numbers, values
@@ -171,13 +171,11 @@ class Measured:
     def read(self, folder: pathlib.Path, made: pathlib.Path | None, seeds: Sequence[int]):
         """Returns (the text, the figure); measures these seeds first where `made` is a folder."""
         file = folder / MEASURED
-        lines = file.read_text().splitlines() if file.exists() else []
-        rows = [json.loads(line) for line in lines]
+        rows = read_lines(file) if file.exists() else []
         if made:
             rows = [row for row in rows if row["seed"] not in seeds] + self.measure(made, seeds)
-            rows.sort(key=lambda row: row["seed"])
-            with atomic_file(file) as out:
-                out.write("".join(json.dumps(row) + "\n" for row in rows).encode())
+            write_lines(file, sorted(rows, key=lambda row: row["seed"]))
+            rows = read_lines(file)
         return self.result(rows), self.figure(rows)
 
 
@@ -328,10 +326,18 @@ def look_into(
 ) -> None:
     """Prints the result of a file's rows, one a line; with --workdir, measures them there first."""
     if flags.FLAGS.workdir:
-        rows = measure(pathlib.Path(flags.FLAGS.workdir))
-        with atomic_file(file) as out:
-            out.write("".join(json.dumps(row) + "\n" for row in rows).encode())
-    print(result([json.loads(line) for line in file.read_text().splitlines()]))
+        write_lines(file, measure(pathlib.Path(flags.FLAGS.workdir)))
+    print(result(read_lines(file)))
+
+
+def read_lines(file: pathlib.Path) -> list[dict]:
+    """Reads rows, one a line of JSON."""
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def write_lines(file: pathlib.Path, rows: Sequence[dict]) -> None:
+    """Writes rows as `read_lines` reads them."""
+    write_file(file, "".join(json.dumps(row) + "\n" for row in rows).encode())
 
 
 def main(argv: Sequence[str]) -> None:
@@ -357,8 +363,7 @@ def main(argv: Sequence[str]) -> None:
 
 def write(folder: pathlib.Path, text: str, drawn: plots.Figure) -> None:
     """Writes and prints a study's result."""
-    with atomic_file(folder / RESULT) as file:
-        file.write(text.encode())
+    write_file(folder / RESULT, text.encode())
     plots.save(drawn, folder / FIGURE)
     print(text)
 

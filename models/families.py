@@ -9,8 +9,9 @@ from collections.abc import Mapping
 
 from models.parameters import ModelConfig
 
-BUILT_IN = {name: f"models.{name}" for name in ("qwen2", "qwen3", "qwen3_moe", "llama")}
-BUILT_IN["gemma3_text"] = "models.gemma3"
+BUILT_IN = {name: f"models.{name}" for name in ("qwen2", "qwen3", "qwen3_moe", "llama")} | {
+    "gemma3_text": "models.gemma3"
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from models.families import register
 from models.parameters import FULL, SLIDING, LayerKind, ModelConfig, norm, zeros
+from models.qwen3 import Qwen3Layer
 from models.rope import LinearScaling
 from models.transformer import PRODUCT, Layer, rms_norm
 
@@ -26,8 +27,8 @@ def _norm(name: str, tensor: str):
     return dataclasses.replace(norm(name, tensor), init=zeros)
 
 
-class Gemma3Layer(Layer):
-    """The shared layer with four norms more, and another gate."""
+class Gemma3Layer(Qwen3Layer):
+    """Qwen3's layer with other norms, two of them more, and another gate."""
 
     parameters = (
         _norm("attn_norm_D", "input_layernorm"),
@@ -48,10 +49,10 @@ class Gemma3Layer(Layer):
     def of_heads(self, q_BTNH, k_BTKH, v_BTKH):
         """Norms each head's query and key; attention's H ** -0.5 becomes query_scalar ** -0.5."""
         c = self.config
-        q_BTNH = self.norm(q_BTNH, self.q_norm_H[...], eps=c.rms_norm_eps)
+        q_BTNH, k_BTKH, v_BTKH = super().of_heads(q_BTNH, k_BTKH, v_BTKH)
         if c.query_scalar != c.head_dim:
             q_BTNH = q_BTNH * (c.head_dim / c.query_scalar) ** 0.5
-        return q_BTNH, self.norm(k_BTKH, self.k_norm_H[...], eps=c.rms_norm_eps), v_BTKH
+        return q_BTNH, k_BTKH, v_BTKH
 
     def behind_attention(self, out_BTD):
         """Norms what attention adds, which the backward pass may keep."""

@@ -109,11 +109,6 @@ def config_of(raw: Mapping[str, Any]) -> ModelConfig:
     """Makes the config of config.json's content; raises ValueError as `load_config` does."""
     family = _family(raw)
     raw = family.plain(raw)
-    for alias, key in family.aliases.items():
-        if (value := raw.get(alias)) is not None:
-            if raw.get(key) not in (None, value):
-                _refuse(alias, value, f"{key} is {raw[key]!r}")
-            raw = {**raw, key: value}
     _check_computed(raw, family)
     rope_theta, rope_scaling = _rope(raw, default_theta=family.defaults["rope_theta"])
     defaults = {"num_key_value_heads": raw.get("num_attention_heads")} | family.defaults
@@ -172,7 +167,7 @@ def _check_computed(raw: Mapping[str, Any], family: type[ModelConfig]) -> None:
         if given != value and (given or value):  # null is false
             _refuse(key, given, f"only {value!r} is supported")
     for key, values in NEUTRAL.items():
-        if key in {*family.keys.values(), *family.aliases}:
+        if key in family.keys.values():
             continue
         if raw.get(key) is not None and raw[key] not in values:
             _refuse(key, raw[key], f"only {' or '.join(map(repr, values)) or 'null'} is supported")

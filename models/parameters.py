@@ -151,10 +151,9 @@ class ModelConfig:
     model_type: ClassVar[str]
     architecture: ClassVar[str]
     computes: ClassVar[Mapping[str, Any]] = {"hidden_act": "silu", "use_sliding_window": False}
-    # Fields of its own -> keys of config.json; other names of keys; tensors of transformers 5 which
-    # hold the experts' of several parameters, one expert after the other.
+    # Fields of its own -> keys of config.json; tensors of transformers 5 which hold the experts' of
+    # several parameters, one expert after the other.
     keys: ClassVar[Mapping[str, str]] = {}
-    aliases: ClassVar[Mapping[str, str]] = {}
     stacks: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     # What transformers computes with where config.json lacks a key.
     defaults: ClassVar[Mapping[str, Any]] = {"rms_norm_eps": 1e-6, "rope_theta": 1e4}

@@ -2,7 +2,7 @@
 
 from models.families import register
 from models.parameters import ModelConfig, norm
-from models.transformer import Layer, rms_norm
+from models.transformer import Layer
 
 
 class Qwen3Layer(Layer):
@@ -17,8 +17,8 @@ class Qwen3Layer(Layer):
     def of_heads(self, q_BTNH, k_BTKH, v_BTKH):
         """Divides each head's query and key by its root mean square, and scales them."""
         eps = self.config.rms_norm_eps
-        q_BTNH = rms_norm(q_BTNH, self.q_norm_H[...], eps=eps)
-        return q_BTNH, rms_norm(k_BTKH, self.k_norm_H[...], eps=eps), v_BTKH
+        q_BTNH = self.norm(q_BTNH, self.q_norm_H[...], eps=eps)
+        return q_BTNH, self.norm(k_BTKH, self.k_norm_H[...], eps=eps), v_BTKH
 
 
 class Qwen3Config(ModelConfig):

@@ -130,7 +130,6 @@ class Qwen3MoeConfig(Qwen3Config):
             "norm_topk": "norm_topk_prob",
         }
     )
-    aliases = MappingProxyType({"num_local_experts": "num_experts"})
     defaults = ModelConfig.defaults | {
         "intermediate_size": 6144,
         "num_experts": 128,
@@ -151,6 +150,17 @@ class Qwen3MoeConfig(Qwen3Config):
                 f"num_experts is {self.num_experts}, but must be at least num_experts_per_tok = "
                 f"{self.experts_per_token} and at most {MOST_EXPERTS}"
             )
+
+    @classmethod
+    def plain(cls, raw):
+        """Calls num_local_experts, as transformers 5 writes it, num_experts."""
+        raw = dict(raw)
+        if (count := raw.pop("num_local_experts", None)) is None:
+            return raw
+        if raw.get("num_experts") not in (None, count):
+            rule = f"but num_experts is {raw['num_experts']!r}"
+            raise ValueError(f"num_local_experts is {count!r:.200}, {rule}")
+        return raw | {"num_experts": count}
 
     @property
     def routes(self) -> tuple[int, ...]:

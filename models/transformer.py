@@ -279,8 +279,8 @@ class Transformer(nnx.Module):
         for p in self.config.layer.parameters:
             if " " not in p.layout:  # biases and scales, which no product reads
                 layers[p.name] = rounded(layers[p.name], weights.dtype_of(layers[p.name]))
-        how = {"gather": gather, "reduce": reduce, "project": project, "weights": weights}
-        how["axis"] = axis
+        how = {"gather": gather, "reduce": reduce, "project": project}
+        how |= {"weights": weights, "axis": axis}
 
         def through_layers(x_BTD, cos_sin_of):
             kinds, cos_sins = list(cos_sin_of), list(cos_sin_of.values())

@@ -194,7 +194,7 @@ def chosen(graph, params, tokens_BT):
 @pytest.mark.parametrize("cache", [ROOMY, PREEMPTING], ids=["roomy", "tight"])
 @pytest.mark.parametrize("shards", [1, 2])
 def test_routes_are_those_that_the_sampler_took(small, cache, shards, monkeypatch):
-    """Of prompts too; where samples are preempted, recomputed or moved, and over a step's end."""
+    """Prompts' too; samples are preempted, recomputed and moved, and go on over a step's end."""
     monkeypatch.setattr(plan, "BALANCE_SLACK", -1.0)  # shards take samples of others
     engine, sampled = build(SMALL, cache, small[1], shards=shards)
     uninterrupted = whole(engine, sampled)

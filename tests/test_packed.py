@@ -172,7 +172,7 @@ def test_blocks_that_see_nothing_of_each_other_are_not_computed(monkeypatch):
 
 
 def test_with_gemmas_windows_few_blocks_are_visited(monkeypatch):
-    """Of a row of 4,096 tokens, by all layers of 1B: 3/8 of the blocks that full attention visits.
+    """All layers of 1B visit 3/8 of full attention's blocks in a row of 4,096 tokens.
 
     A window of 512 visits 9 blocks of 64 tokens for one of queries, its own included.
     """

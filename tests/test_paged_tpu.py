@@ -50,7 +50,7 @@ def test_matches_the_definition(shape):
 
 @pytest.mark.parametrize("shape", ["grouped", "tokens last"])
 def test_a_window_is_seen_and_no_page_before_it_read(shape):
-    """Of one token, within a page, of a page, of two and one more token."""
+    """Windows have one token, end in a page, have a whole page, or two and one more token."""
     for window in (1, 7, 16, 33):
         sees_a_window(make_case(RUN, **SHAPES[shape]), window)
 

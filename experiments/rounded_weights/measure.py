@@ -57,10 +57,15 @@ def cast(w, dtype: str):
     return w.astype(jnp.dtype(dtype)).astype(np.float32)
 
 
+def offset(w, seed: int):
+    """Makes a part of up to half of bfloat16's spacing for each weight, the same at every call."""
+    part = np.random.default_rng(seed).uniform(-0.5, 0.5, w.shape).astype(np.float32)
+    return part * spacing(w, "bfloat16")
+
+
 def dithered(w):
-    """Rounds to bfloat16 behind an offset of up to half a spacing, the same at every call."""
-    offset = np.random.default_rng(w.size).uniform(-0.5, 0.5, w.shape).astype(np.float32)
-    return cast(w + offset * spacing(w, "bfloat16"), "bfloat16")
+    """Rounds to bfloat16 behind an offset."""
+    return cast(w + offset(w, w.size), "bfloat16")
 
 
 def two_terms(w):
@@ -237,14 +242,9 @@ def arms(rate: float, grid: str) -> list[tuple[str, bool]]:
 
 def started(params, grid: str):
     """Puts start weights on bfloat16's grid, or by chance between its points, or nowhere else."""
-    if grid != OFF:
-        return rounded(params, "bfloat16") if grid == ON else params
-
-    def one(w):
-        offset = np.random.default_rng(w.size + 1).uniform(-0.5, 0.5, w.shape)
-        return cast(w, "bfloat16") + (offset * spacing(w, "bfloat16")).astype(np.float32)
-
-    return jax.tree.map(one, params)
+    if grid == OFF:
+        return jax.tree.map(lambda w: cast(w, "bfloat16") + offset(w, w.size + 1), params)
+    return rounded(params, "bfloat16") if grid == ON else params
 
 
 def shardings(tree):
@@ -281,10 +281,11 @@ def of_start(step: Step, params, grid: str, rates: Sequence[float]) -> Iterator[
         for arm in arms(rate, grid):
             parts = [np.zeros(count_U[0], np.float32)]
             for u, batch in later:
-                parts.append(step.log_p[arm[1]](rounded(path[u], arm[0]), batch) - old[arm][u])
+                weights = rounded(path[u], arm[0])
+                parts.append(step.log_p[arm[1]](weights, batch) - old[arm][u])
             log_r[arm] = np.concatenate(parts)
             exact_N = log_r["float32", False]
-            moved = changed(rounded(path[-1], arm[0]), rounded(params, arm[0]))
+            moved = changed(weights, rounded(params, arm[0]))  # behind the last update
             row = {"rate": rate, "weights": arm[0], "moved": moved}
             row |= {"activations": "bfloat16" if arm[1] else "float32"}
             row |= described(log_r[arm], exact_N, advantage_N, weight_N)
@@ -292,9 +293,7 @@ def of_start(step: Step, params, grid: str, rates: Sequence[float]) -> Iterator[
                 total = sum(variance(params, path[u], squares[u], arm[0]) for u, _ in later)
                 std, extra_N = np.sqrt(total / sum(count_U)), log_r[arm] - exact_N
                 # The extra's shape is that of the lowest rate.
-                shapes.setdefault(
-                    arm, np.random.default_rng(0).permutation(extra_N / extra_N.std())
-                )
+                shapes.setdefault(arm, shuffled(extra_N / extra_N.std()))
                 drawn = clipped(exact_N + std * shapes[arm], advantage_N)
                 row |= {"formula_std": float(std)}
                 row |= {f"formula_{bound}": share for bound, share in drawn.items()}
@@ -340,7 +339,7 @@ def described(log_r_N, exact_N, advantage_N, weight_N) -> dict[str, float]:
     """Describes log r: its size, what is clipped, and how much of it float32 has too."""
     size_N, extra_N = np.abs(log_r_N), log_r_N - exact_N
     force_N = np.abs(advantage_N * weight_N)
-    held_N = np.any(list(held(log_r_N, advantage_N).values()), axis=0)
+    held_N = functools.reduce(np.logical_or, held(log_r_N, advantage_N).values())
     return {
         "tokens": len(log_r_N),
         "mean": float(size_N.mean()),

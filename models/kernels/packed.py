@@ -45,9 +45,8 @@ class _Pairs:
     """Says which key blocks every query block visits, and in which order those are taken.
 
     segment_QC, branch_QC, index_QC: of each token, the last its place in the row; and position_QC,
-    where there is a window. key_QS: the key
-    blocks, those with something to see first, `count_Q` of them. order_IW: the query blocks, those
-    with most first, W at a time; Q stands for none.
+    where there is a window. key_QS: the key blocks, those with something to see first, `count_Q` of
+    them. order_IW: the query blocks, those with most first, W at a time; Q stands for none.
     """
 
     segment_QC: Any
