@@ -151,8 +151,9 @@ def load(prompt: str | None, *, n: int) -> tuple[Policy, Callable, Environments 
     where = f"{workdir} after {run.step} steps" if workdir else given.model
     asks = f"--template={template!r}, chat {config.tokenizer.chat}"
     print(f"{where}, {asks}", file=sys.stderr)
-    environments = Environments({KEY: factory}, run.tokenizer, max_turns=r.max_turns)
-    return run, asked, environments if factory else None
+    if factory is None:
+        return run, asked, None
+    return run, asked, Environments({KEY: factory}, run.tokenizer, max_turns=r.max_turns)
 
 
 def trained_with(config: ConfigDict) -> str:

@@ -689,6 +689,8 @@ def test_a_run_of_episodes_resumes_bitwise_and_says_what_they_were(tmp_path):
         turns = int(row["measures"]["turns"])
         assert who == (*["assistant", "environment"] * (turns - 1), "assistant")
         assert set(said[1::2]) <= {"No. Again:"} and row["response"].startswith(said[0])
+    ask = ("-m", "dapo_jax.sample", f"--workdir={tmp_path / 'whole'}", "--prompt=7*8=")
+    assert "[8 tokens in" in ran(*ask, "--max_tokens=8", "--template=dapo").stderr
 
 
 @pytest.mark.slow
