@@ -10,6 +10,7 @@ import re
 import sys
 import time
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -36,7 +37,8 @@ from dapo_jax.checkpoints import fingerprint
 from dapo_jax.episodes import Answer, Environments
 from dapo_jax.logs.files import read_rollouts
 from dapo_jax.logs.record import rollout_rows, samples
-from dapo_jax.sampler.session import Session, Stream
+from dapo_jax.sampler import session as session_module
+from dapo_jax.sampler.session import LONG_ANSWER, Session, Stream
 from dapo_jax.setup import checks
 from dapo_jax.tasks.base import graded, make_task, turns_of
 from dapo_jax.tasks.datasets import load_dataset
@@ -188,10 +190,17 @@ def played(engine, params, environments):
     return responses
 
 
-@pytest.fixture(scope="module")
-def reference():
+@pytest.fixture(scope="module", params=[LONG_ANSWER, 2])
+def reference(request):
+    """With answers fed in the block, and those over two tokens computed together."""
     params = random_params(SMALL)[1]
-    return params, played(*build(SMALL, ROOMY, params), Scripted())
+    engine, *rest = build(SMALL, ROOMY, params)
+    with (
+        mock.patch.object(session_module, "LONG_ANSWER", request.param),
+        mock.patch.object(engine, "recompute", wraps=engine.recompute) as recompute,
+    ):
+        yield params, played(engine, *rest, Scripted())
+        assert recompute.called == (request.param == 2)
 
 
 @pytest.mark.parametrize(("cache", "shards"), [(ROOMY, 1), (TIGHT, 1), (ROOMY, 2), (TIGHT, 2)])

@@ -87,8 +87,8 @@ def any_tokenizer(vocab_size: int) -> types.SimpleNamespace:
 def lowered_programs(built: components.Programs) -> dict[str, jax.stages.Lowered]:
     """Returns the config's programs by name, ready for the compiler: the largest of each kind.
 
-    Prefill is that of the longest prompt, recompute (partial rollouts) of the longest response,
-    decoding of all rows, the update that of the longest rows.
+    Prefill is that of the longest prompt, recompute (partial rollouts, episodes) of the longest
+    response, decoding of all rows, the update that of the longest rows.
     """
     config, ids = built.config, any_tokenizer(built.sizes.vocab_size)
     sampling = components.sampling(config, ids)

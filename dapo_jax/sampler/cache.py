@@ -37,7 +37,8 @@ class Cache:
     slots share a prompt's pages. A block of `block_tokens` decode steps divides a page.
     `max_prompt_tokens` and `max_response_tokens` bound a request. `partial_rollouts`: responses may
     begin with tokens that an earlier session sampled. `turns`: responses may have tokens that are
-    given, not sampled. `rows`: batches are padded to a multiple.
+    given, not sampled. Either has keys and values computed again. `rows`: batches are padded to a
+    multiple.
     """
 
     slots: int = 0  # these three are `plan_cache`'s to find
@@ -79,7 +80,7 @@ class Cache:
     def recompute_buckets(self) -> "Buckets":
         """Describes the padded prompts and responses together that are recomputed."""
         longest = -(-(self.max_prompt_tokens + self.max_response_tokens) // self.page_tokens)
-        return Buckets(longest if self.partial_rollouts else 0)
+        return Buckets(longest if self.partial_rollouts or self.turns else 0)
 
     @property
     def row_dtype(self) -> np.dtype:

@@ -186,9 +186,15 @@ class Scheduler:
                 self._ended(prefix)
         return finished
 
-    def resume(self, group: int, sample: int) -> None:
-        """Lets a parked sample go on: the next free slot of its shard is its own."""
+    def resume(self, group: int, sample: int, *, first_tokens: int = 0) -> None:
+        """Lets a parked sample go on: the next free slot of its shard is its own.
+
+        first_tokens: of whole blocks, with which it begins anew; 0: it goes on in its pages.
+        """
         prefix = self._parked[group, sample].prefix
+        if first_tokens:
+            prefix.first_tokens[sample] = first_tokens
+            self._begin_anew((group, sample))
         self._ready[prefix.shard].appendleft((prefix, sample))
 
     def end(self, group: int, sample: int) -> None:
@@ -210,9 +216,15 @@ class Scheduler:
         key = max(held, key=lambda key: self._parked[key].age, default=None)
         if key is None or self._parked[key].age < younger_than:
             return False
-        self._free_DP[d, self._parked[key].pages] = True
-        self._parked[key] = self._parked[key]._replace(tokens=0, pages=np.zeros(0, int))
+        self._begin_anew(key)
         return True
+
+    def _begin_anew(self, key: tuple[int, int]) -> None:
+        """Frees the pages of a sample that stays parked: it has its first tokens alone."""
+        prefix, _, _, pages = self._parked[key]
+        self._free_DP[prefix.shard, pages] = True
+        first_tokens = prefix.first_tokens[key[1]]
+        self._parked[key] = self._parked[key]._replace(tokens=first_tokens, pages=np.zeros(0, int))
 
     def _ended(self, prefix: Prefix) -> None:
         """Counts a sample that has ended."""
@@ -337,7 +349,8 @@ class Scheduler:
             first_tokens = [prefix.first_tokens[sample] for prefix, sample in islice(ready, most)]
             pages_K[:most] += np.array(first_tokens, int) // cache.page_tokens
             for k, (prefix, sample) in enumerate(islice(ready, most) if self._parked else ()):
-                if parked := self._parked.get((prefix.group, sample)):
+                parked = self._parked.get((prefix.group, sample))
+                if parked and len(parked.pages):
                     pages_K[k] = parked.tokens // cache.page_tokens == len(parked.pages)
         free_DK = self._free_DP.sum(axis=1)[:, None] - (pages_DK.cumsum(axis=1) - 1)
         fits_DK = (free_DK > growth_DK // cache.page_tokens) & (k_K < most_D[:, None])

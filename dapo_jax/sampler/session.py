@@ -28,6 +28,9 @@ from dapo_jax.sampler.scheduler import Scheduler
 from dapo_jax.types import BlockRecord, Group, PartialGroup, Prompt, Response
 from sharding import hosts, rules
 
+# Tokens of an environment up to which an answer is fed in the block, a decode step each; behind a
+# longer one the keys and values of all that there is are computed together.
+LONG_ANSWER = 64
 _NOTHING = Response(np.zeros(0, np.int32), np.zeros(0, np.float32), stopped=False)
 
 
@@ -444,7 +447,11 @@ class Session:
                     behavior_logp_T=np.append(response.behavior_logp_T, np.zeros(more, np.float32)),
                     given_T=np.append(~response.sampled_T, np.ones(more, bool)),
                 )
-                self._scheduler.resume(number, sample)
+                first = 0
+                if more > LONG_ANSWER and self._route_DPCLA is None:
+                    limit = self._samplings[group.stream].max_response_tokens
+                    first = self._whole_blocks(group.partial[sample], limit)
+                self._scheduler.resume(number, sample, first_tokens=first)
                 continue
             stopped = response.stopped and not answer.is_cut
             ended = {"verdict": answer.verdict, "measures": answer.measures}
