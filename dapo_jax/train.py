@@ -25,6 +25,7 @@ from dapo_jax.checkpoints import digests, fingerprint
 from dapo_jax.checkpoints.progress import Progress
 from dapo_jax.cli import command, config_flags
 from dapo_jax.logs import alarms, metrics
+from dapo_jax.logs.files import json_digest
 from dapo_jax.sampler.session import Session
 from dapo_jax.setup import components, dry_run, start
 from sharding import hosts
@@ -218,7 +219,7 @@ def finish(
     if run.sets and (ends or (stopped and run.evaluates_in(step + 1))):
         found[step + 1] = evaluate_alone(run, state, step + 1)
 
-    scores = with_scores(progress.scores, found, config.checkpoint.best)
+    scores = with_scores(progress.scores, found, run)
     progress = Progress(rollouts.cursor, tokens, row, rollouts.partial, scores, session)
     if resumable:
         run.snapshots.take(step + 1, state, progress, arrays, force=ends or bool(stopped))
@@ -227,12 +228,19 @@ def finish(
     return state, progress, stopped
 
 
-def with_scores(scores: Mapping, found: Mapping[int, Mapping], best: str) -> dict:
-    """Adds what evaluations found, by finished steps, to the scores of checkpoint.best."""
-    of_set = dict(scores.get(best, {}))
+def with_scores(scores: Mapping, found: Mapping[int, Mapping], run: start.Run) -> dict:
+    """Adds what evaluations found, by finished steps, to the scores of checkpoint.best.
+
+    Those of another set, of other prompts or settings, say nothing beside them and go.
+    """
+    if not (best := run.config.checkpoint.best):
+        return {}
+    settings = evaluate.settings_of(run.config)[best]
+    name = f"{best} {json_digest([settings, fingerprint.of_prompts(run.sets[best].prompts)])}"
+    of_set = dict(scores.get(name, {}))
     for finished_steps, row in found.items():
         of_set |= {str(finished_steps): row[key] for key in row if f"eval/{best}/mean@" in key}
-    return {best: of_set} if best else {}
+    return {name: of_set}
 
 
 def evaluate_alone(run: start.Run, state: learner.TrainState, finished_steps: int):

@@ -282,6 +282,15 @@ class Tools:
         time.sleep(seconds)
         return "slept"
 
+    def leave(self, code: int) -> str:
+        """
+        Ends the program.
+
+        Args:
+            code: its status
+        """
+        sys.exit(code)
+
     def get_reward(self) -> float:
         return float(42 in self.found)
 
@@ -293,8 +302,12 @@ def call(name, **arguments):
 
 def test_a_class_of_trls_contract_is_played():
     factory = Factory("tools:Tools", Tools, seconds=0.3)
-    assert [schema["function"]["name"] for schema in factory.schemas()] == ["multiply", "sleep"]
-    parameters = factory.schemas()[0]["function"]["parameters"]
+    assert [schema["function"]["name"] for schema in factory.schemas()] == [
+        "leave",
+        "multiply",
+        "sleep",
+    ]
+    parameters = factory.schemas()[1]["function"]["parameters"]
     assert parameters["properties"]["a"] == {"type": "integer", "description": "the first"}
     assert factory.introduced(EXAMPLE).text == "Go for 7 steps"
     episode = Episode(factory, EXAMPLE)
@@ -302,8 +315,11 @@ def test_a_class_of_trls_contract_is_played():
     assert answer == {"role": "tool", "name": "multiply", "content": "42"}
     for text, said in (
         (call("multiply", a=6), "missing a required argument: 'b'"),
-        (call("divide", a=6), "there is no tool 'divide', only multiply, sleep"),
+        (call("divide", a=6), "there is no tool 'divide', only leave, multiply, sleep"),
         ("<tool_call>{6}</tool_call>", "the call is no JSON"),
+        (f"<tool_call>{'[' * 100_000}</tool_call>", "the call is no JSON"),
+        (call("leave", code=3), "SystemExit: 3"),
+        (call("multiply", a="\ud83d", b=2), "??"),
         (call("sleep", seconds=1), "no answer within 0.3 s"),
     ):
         assert said in episode.answer(text)[0]["content"]
@@ -311,7 +327,7 @@ def test_a_class_of_trls_contract_is_played():
     assert episode.answer("I am done.") == []
     verdict = episode.verdict()
     assert (verdict.correct, verdict.score) == (True, 1.0)
-    assert episode.measures() == {"calls": 6.0, "failed_calls": 4.0, "timeouts": 1.0}
+    assert episode.measures() == {"calls": 9.0, "failed_calls": 6.0, "timeouts": 1.0}
 
 
 def test_the_guides_environment_of_30_lines_works_as_it_is_written():

@@ -16,8 +16,8 @@ class Progress:
 
     cursor: of the next unseen prompt. row: that of the last step; None before the first. partial:
     the unfinished groups that the next step continues. scores: mean@k of the set that
-    checkpoint.best names, by its finished steps. session: has the partial groups' keys and values;
-    None, and not saved, where the next step computes them again.
+    checkpoint.best names, with a digest of it, by its finished steps. session: has the partial
+    groups' keys and values; None, and not saved, where the next step computes them again.
     """
 
     cursor: int = 0

@@ -339,19 +339,14 @@ class Scheduler:
             last = self._admissions
             order = sorted(ready, key=lambda it: ages.get((it[0].group, it[1]), last))
             self._ready[d] = collections.deque(order)
-            while ready and not occupied_D[d] and not self._free_DP[d].any() and self._drop(d):
-                pass
+            while ready and not occupied_D[d] and self._lacks_pages(d, *ready[0]):
+                self._drop(d)
         most_D = np.minimum(cache.slots - occupied_D, self._ready_D())
         k_K = np.arange(most_D.max())
         growth_DK = WATERMARK_BLOCKS * (occupied_D[:, None] + k_K) * cache.block_tokens
         pages_DK = np.ones((self.shards, len(k_K)), np.int64)
         for pages_K, ready, most in zip(pages_DK, self._ready, most_D.tolist(), strict=True):
-            first_tokens = [prefix.first_tokens[sample] for prefix, sample in islice(ready, most)]
-            pages_K[:most] += np.array(first_tokens, int) // cache.page_tokens
-            for k, (prefix, sample) in enumerate(islice(ready, most) if self._parked else ()):
-                parked = self._parked.get((prefix.group, sample))
-                if parked and len(parked.pages):
-                    pages_K[k] = parked.tokens // cache.page_tokens == len(parked.pages)
+            pages_K[:most] = [self._pages_to_enter(*it) for it in islice(ready, most)]
         free_DK = self._free_DP.sum(axis=1)[:, None] - (pages_DK.cumsum(axis=1) - 1)
         fits_DK = (free_DK > growth_DK // cache.page_tokens) & (k_K < most_D[:, None])
         admitted_D = np.logical_and.accumulate(fits_DK, axis=1).sum(axis=1)
@@ -368,6 +363,18 @@ class Scheduler:
             self._give_pages(shard_N[needed_N], slot_N[needed_N])
         begun_N = (begun_N > 0) & has_none_N  # parked ones have their pages
         return self._recomputes(shard_N[begun_N], slot_N[begun_N])
+
+    def _pages_to_enter(self, prefix: Prefix, sample: int) -> int:
+        """Counts the pages that a ready sample needs beside those that it has."""
+        parked = self._parked.get((prefix.group, sample))
+        if parked and len(parked.pages):
+            return int(parked.tokens // self.cache.page_tokens == len(parked.pages))
+        return 1 + prefix.first_tokens[sample] // self.cache.page_tokens
+
+    def _lacks_pages(self, d: int, prefix: Prefix, sample: int) -> bool:
+        """Returns whether a shard has too few pages for a sample, and others may give theirs."""
+        held = any(len(it.pages) for it in self._parked.values() if it.prefix.shard == d)
+        return held and self._free_DP[d].sum() < self._pages_to_enter(prefix, sample)
 
     def _recomputes(self, shard_N: np.ndarray, slot_N: np.ndarray) -> list[Prefill]:
         """Makes the calls for partial responses in these slots, in order of shards."""

@@ -130,8 +130,10 @@ class Episode:
     def answer(self, text: str) -> list[Message]:
         """Gives a turn to the environment; returns what the model reads next, [] at the end."""
         self.turns += 1
-        if self._factory.is_stepped:
-            return self._step(text)
+        said = self._step(text) if self._factory.is_stepped else self._called_in(text)
+        return [{**message, "content": _encodable(message["content"])} for message in said]
+
+    def _called_in(self, text: str) -> list[Message]:
         calls = self._factory.reads(text, self._factory.schemas()) or tool_calls(text)
         messages = [self._called(call) for call in calls]
         done = getattr(self._environment, "is_done", None)
@@ -196,7 +198,8 @@ class Episode:
             self.failed_calls += 1
             self.timeouts += isinstance(error, TimeoutError)
             content = f"Error: {str(error)[:MAX_ERROR_CHARS] or type(error).__name__}"
-        return {"role": "tool", "name": name or "tool", "content": content}
+        known = name if isinstance(name, str) and name else "tool"
+        return {"role": "tool", "name": _encodable(known), "content": content}
 
     def _outside(self, call: Callable) -> Any:
         """Calls what is no tool: its failure is not the model's."""
@@ -246,11 +249,18 @@ def within(seconds: float, call: Callable) -> Any:
     thread = threading.Thread(target=run, name="environment", daemon=True)
     thread.start()
     thread.join(seconds)
-    if "error" in found:
-        raise found["error"]
+    if isinstance(error := found.get("error"), Exception):
+        raise error
+    if error:  # of exit(), which a tool that runs code may be given
+        raise RuntimeError(f"{type(error).__name__}: {error}")
     if "value" not in found:
         raise TimeoutError(f"no answer within {seconds:g} s")
     return found["value"]
+
+
+def _encodable(text: Any) -> Any:
+    """Replaces halves of surrogate pairs, which a call's JSON may have and no tokenizer takes."""
+    return text.encode(errors="replace").decode() if isinstance(text, str) else text
 
 
 async def _awaited(value: Any) -> Any:
@@ -272,7 +282,7 @@ def tool_calls(text: str) -> list[Mapping | str]:
     for block in blocks:
         try:
             found = json.loads(block)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             calls.append(f"the call is no JSON: {error}")
             continue
         for call in found if isinstance(found, list) else [found]:
