@@ -36,7 +36,7 @@ from sharding import rules
 from sharding.mesh import make_mesh
 
 # Folded into the seed's key, so that no stream of randomness is used for two things.
-INIT_STREAM, ROLLOUT_STREAM, EVAL_STREAM = range(3)
+INIT_STREAM, ROLLOUT_STREAM, EVAL_STREAM, SPREAD_STREAM = range(4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +115,12 @@ class Programs:
         """Makes the trained arrays of the start: all weights in float32, or LoRA factors."""
         lora = self.learning.lora
         if lora is None:
-            return self.load_weights(dtype="float32")
+            weights = self.load_weights(dtype="float32")
+            in_bfloat16 = self.config.model.compute_dtype == "bfloat16"
+            if not (in_bfloat16 and self.config.learner.spread_start):
+                return weights
+            spread = jax.jit(learner.spread, out_shardings=self.weight_shardings, donate_argnums=0)
+            return spread(weights, key(self.config, SPREAD_STREAM))
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state.params)
         init = functools.partial(init_adapters, self.sizes, lora)
         return jax.jit(init, out_shardings=shardings)(key=key(self.config, INIT_STREAM))

@@ -1,0 +1,41 @@
+"""A start in bfloat16, trained in bfloat16: as it is, with its weights spread, and in float32."""
+
+from dapo_jax.report.compare import accuracy_over, final_score, mean
+from experiments.study import CLIPPED, Claim, Study
+
+STEPS = 8
+BF16 = "model.compute_dtype=bfloat16"
+AREA = accuracy_over(32_000)
+ALL_STEPS = mean("accuracy, mean of all steps, %", "accuracy/mean", scale=100)
+HELD_OUT = final_score("sums", "mean@8")
+
+STUDY = Study(
+    title="SmolLM2-135M published in bfloat16",
+    config="configs/smollm2_135m.py",
+    settings={
+        "model.path": "runs/smollm2_135m_bfloat16",
+        "num_steps": str(STEPS),
+        "eval.every_steps": str(STEPS),
+        "eval.samples_per_prompt": "8",
+        "checkpoint.every_steps": str(STEPS),
+    },
+    arms={
+        "as published": f"{BF16} learner.spread_start=False",
+        "spread": f"{BF16} learner.spread_start=True",
+        "float32": "model.compute_dtype=float32",
+    },
+    quantities=(AREA, ALL_STEPS, HELD_OUT, *CLIPPED),
+    drawn={
+        "accuracy/mean": "accuracy of the sampled responses",
+        "entropy": "policy entropy, nats",
+        "clip_fraction/low": "tokens clipped low",
+        "grad_norm": "gradient norm",
+    },
+    over_tokens=True,
+    claims=[
+        Claim(quantity, above, +1, "as published")
+        for quantity in (ALL_STEPS, HELD_OUT)
+        for above in ("spread", "float32")
+    ],
+    seeds=(0, 1, 2),
+)
