@@ -20,7 +20,7 @@ STUDY = Study(
         "checkpoint.every_steps": str(STEPS),
     },
     arms={
-        "as published": f"{BF16} learner.spread_start=False",
+        "as_published": f"{BF16} learner.spread_start=False",
         "spread": f"{BF16} learner.spread_start=True",
         "float32": "model.compute_dtype=float32",
     },
@@ -33,7 +33,7 @@ STUDY = Study(
     },
     over_tokens=True,
     claims=[
-        Claim(quantity, above, +1, "as published")
+        Claim(quantity, above, +1, "as_published")
         for quantity in (ALL_STEPS, HELD_OUT)
         for above in ("spread", "float32")
     ],
