@@ -279,9 +279,9 @@ KEYS = {
     "learner.remat": Key("full", "what the backward pass recomputes. full: each layer from its "
                          "input; none: nothing; keep_products, keep_attention; offload",
                          choices="models.transformer:REMAT", may_change=True),
-    "learner.spread_start": Key(False, "in bfloat16, move each weight of the start to a random one "
+    "learner.spread_start": Key(True, "in bfloat16, move each weight of the start to a random one "
                                 "of those that round alike: the policy is the same, and follows "
-                                "its updates from the first step on"),
+                                "its updates from the first step on", may_change=True),
     "learner.lora_rank": Key(0, "train low-rank factors instead of all weights; 0: off",
                              at_least=0, of_policy=True),
     "learner.lora_alpha": Key(32.0, "the factors' product counts alpha / rank", above=0,

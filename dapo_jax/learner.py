@@ -119,22 +119,18 @@ def cast(params, dtype):
     return jax.tree.map(lambda p: p.astype(dtype), params)
 
 
-def spread(params, key):
+def spread(w, key):
     """Moves each weight to a random float32 of those that bfloat16 rounds as it rounds the weight.
 
     The policy in bfloat16 stays. A weight that is a number of bfloat16, as those of a published
     model are, would not move there before it has gone half a unit of the last place; and equal
     weights of a quantised one would jump together (experiments/rounded_weights).
     """
-    leaves, tree = jax.tree.flatten(params)
-
-    def one(w, key):
-        nearest = jax.lax.reduce_precision(w, 8, 7)
-        last_bits = jax.random.randint(key, w.shape, 1 - 2**15, 2**15)  # which bfloat16 lacks
-        moved = jax.lax.bitcast_convert_type(nearest, jnp.int32) + last_bits
-        return jnp.where(nearest == 0, w, jax.lax.bitcast_convert_type(moved, jnp.float32))
-
-    return jax.tree.unflatten(tree, map(one, leaves, jax.random.split(key, len(leaves))))
+    nearest = jax.lax.reduce_precision(w, 8, 7)
+    last_bits = jax.random.bits(key, w.shape, jnp.uint16).astype(jnp.int32) - 2**15
+    last_bits = jnp.maximum(last_bits, 1 - 2**15)  # the middle would round to an even one
+    moved = jax.lax.bitcast_convert_type(nearest, jnp.int32) + last_bits
+    return jnp.where(nearest == 0, w, jax.lax.bitcast_convert_type(moved, jnp.float32))
 
 
 def policy_weights(params, start_weights, learning: Learning):

@@ -277,3 +277,33 @@ def test_float32_is_float32_and_a_gpu_adds_up_in_one_order(monkeypatch, case):
         assert {dot.params["precision"] for dot in dots} <= {whole if is_float32 else None}
         assert dots or not is_float32
         assert options.get("xla_gpu_deterministic_ops", False) == (platform == "gpu")
+
+
+def test_a_spread_weight_rounds_as_it_did_and_lies_anywhere_between():
+    """A published model's weights, on bfloat16's grid, hardly followed their updates."""
+    w = np.random.default_rng(0).normal(0, 0.05, 50_000)
+    w = jnp.asarray(np.append(w, [0.0, -0.0, 1.0, -(2.0**-7), 3e38, 1e-38]), jnp.bfloat16)
+    for start in (w.astype(jnp.float32), w.astype(jnp.float32) * (1 + 2**-12)):
+        moved = learner.spread(start, jax.random.key(1))
+        assert np.array_equal(moved.astype(jnp.bfloat16), start.astype(jnp.bfloat16))
+        unit = np.abs(np.exp2(np.floor(np.log2(np.abs(w[:50_000].astype(np.float32)))) - 7))
+        part = (moved - w.astype(jnp.float32))[:50_000] / unit
+        assert np.histogram(part, 10, (-0.5, 0.5))[0] == pytest.approx(5_000, rel=0.06)
+
+
+@pytest.mark.parametrize(("dtype", "rank"), [("float32", 0), ("bfloat16", 4), ("bfloat16", 0)])
+def test_a_start_is_spread_in_bfloat16_alone(monkeypatch, dtype, rank):
+    monkeypatch.setitem(PRESETS, "tiny", model(vocabulary=98, width=32, layers=1, tied=True))
+    changes = {"model": {"preset": "tiny", "compute_dtype": dtype}}
+    built = programs("qwen2", "", lora_rank=rank, **changes)
+
+    def start(is_spread):
+        built.config.learner.spread_start = is_spread
+        params = built.start_params()
+        return params, built.reshard(params, built.load_start_weights())
+
+    (plain, plain_policy), (moved, moved_policy) = start(False), start(True)
+    jax.tree.map(np.testing.assert_array_equal, plain_policy, moved_policy)
+    for a, b in zip(*map(jax.tree.leaves, (plain, moved)), strict=True):
+        is_left = (dtype, rank) != ("bfloat16", 0) or not a.any()
+        assert np.array_equal(a, b) == is_left

@@ -117,13 +117,23 @@ class Programs:
         if lora is None:
             weights = self.load_weights(dtype="float32")
             in_bfloat16 = self.config.model.compute_dtype == "bfloat16"
-            if not (in_bfloat16 and self.config.learner.spread_start):
-                return weights
-            spread = jax.jit(learner.spread, out_shardings=self.weight_shardings, donate_argnums=0)
-            return spread(weights, key(self.config, SPREAD_STREAM))
+            return (
+                self._spread(weights)
+                if in_bfloat16 and self.config.learner.spread_start
+                else weights
+            )
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state.params)
         init = functools.partial(init_adapters, self.sizes, lora)
         return jax.jit(init, out_shardings=shardings)(key=key(self.config, INIT_STREAM))
+
+    def _spread(self, weights: dict) -> dict:
+        """Spreads the start's weights, one array after the other: each needs room beside it."""
+        leaves, tree = jax.tree.flatten(weights)
+        keys = jax.random.split(key(self.config, SPREAD_STREAM), len(leaves))
+        for i, (w, its_key) in enumerate(zip(leaves, keys, strict=True)):
+            run = jax.jit(learner.spread, out_shardings=w.sharding, donate_argnums=0)
+            leaves[i] = jax.block_until_ready(run(w, its_key))
+        return jax.tree.unflatten(tree, leaves)
 
     def start_state(self) -> learner.TrainState:
         """The training state before the first step, on the mesh."""
