@@ -21,6 +21,7 @@ STUDY = Study(
     },
     arms={
         "as_published": f"{BF16} learner.spread_start=False",
+        "as_published_4x": f"{BF16} learner.spread_start=False learner.learning_rate=2e-5",
         "spread": f"{BF16} learner.spread_start=True",
         "float32": "model.compute_dtype=float32",
     },
@@ -36,6 +37,9 @@ STUDY = Study(
         Claim(quantity, above, +1, "as_published")
         for quantity in (ALL_STEPS, HELD_OUT)
         for above in ("spread", "float32")
+    ],
+    post_hoc=[
+        Claim(quantity, "spread", +1, "as_published_4x") for quantity in (ALL_STEPS, HELD_OUT)
     ],
     seeds=(0, 1, 2),
 )
