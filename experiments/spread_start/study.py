@@ -23,7 +23,7 @@ STUDY = Study(
         "as_published": f"{BF16} learner.spread_start=False",
         "as_published_4x": f"{BF16} learner.spread_start=False learner.learning_rate=2e-5",
         "spread": f"{BF16} learner.spread_start=True",
-        "float32": "model.compute_dtype=float32",
+        "float32": "model.compute_dtype=float32 learner.spread_start=False",
     },
     quantities=(AREA, ALL_STEPS, HELD_OUT, *CLIPPED),
     drawn={
