@@ -104,7 +104,7 @@ class Environments:
     def _run(self, where: Where, prompt: Prompt, response: Response, room: int) -> None:
         try:
             answer = self._answered(where, prompt, response, room)
-        except Exception as error:
+        except BaseException as error:  # without an answer the run would wait for ever
             answer = f"{prompt.example.source}, row {prompt.example.row}: {error}"
             turns = self._played[where].turns if where in self._played else []
             answer += "".join(f"\n  turn {i}: {text!r:.300}" for i, text in enumerate(turns, 1))

@@ -130,7 +130,8 @@ def spread(w, key):
     last_bits = jax.random.bits(key, w.shape, jnp.uint16).astype(jnp.int32) - 2**15
     last_bits = jnp.maximum(last_bits, 1 - 2**15)  # the middle would round to an even one
     moved = jax.lax.bitcast_convert_type(nearest, jnp.int32) + last_bits
-    return jnp.where(nearest == 0, w, jax.lax.bitcast_convert_type(moved, jnp.float32))
+    able = jnp.isfinite(nearest) & (nearest != 0)
+    return jnp.where(able, jax.lax.bitcast_convert_type(moved, jnp.float32), w)
 
 
 def policy_weights(params, start_weights, learning: Learning):

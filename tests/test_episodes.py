@@ -628,6 +628,15 @@ def test_what_fails_outside_a_tool_is_no_wrong_answer(failures, says, message):
         asked(running, "abc")
 
 
+def test_a_thread_that_would_die_gives_an_answer(monkeypatch):
+    """A tool's result that calls exit() where it is written as text: the run waited for ever."""
+    monkeypatch.setattr(Letters, "between", lambda *_: sys.exit(3))
+    Broken.failures, Broken.says = 0, iter(())
+    running = Environments({"data.train": Factory("x:Broken", Broken, 1.0)}, Letters(), max_turns=3)
+    with pytest.raises(EnvironmentFailed, match="rows, row 3: 3"):
+        asked(running, "ab")
+
+
 def test_turns_are_limited_and_a_cut_one_is_rewarded_alone():
     Broken.failures, Broken.says = 0, iter(())
     running = Environments({"data.train": Factory("x:Broken", Broken, 1.0)}, Letters(), max_turns=2)

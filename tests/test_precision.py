@@ -289,6 +289,10 @@ def test_a_spread_weight_rounds_as_it_did_and_lies_anywhere_between():
         unit = np.abs(np.exp2(np.floor(np.log2(np.abs(w[:50_000].astype(np.float32)))) - 7))
         part = (moved - w.astype(jnp.float32))[:50_000] / unit
         assert np.histogram(part, 10, (-0.5, 0.5))[0] == pytest.approx(5_000, rel=0.06)
+    # The start is refused for what is not finite: none may become a number, nor a large one none.
+    bits = np.array([0x7F800000, 0xFF800000, 0x7FFFFFFF, 0x7F800001, 0x7F7FFFFF], np.uint32)
+    odd = jnp.tile(jnp.asarray(bits.view(np.float32)), 100)
+    np.testing.assert_array_equal(learner.spread(odd, jax.random.key(1)), odd)
 
 
 @pytest.mark.parametrize(("dtype", "rank"), [("float32", 0), ("bfloat16", 4), ("bfloat16", 0)])
