@@ -151,9 +151,8 @@ def load(prompt: str | None, *, n: int) -> tuple[Policy, Callable, Environments 
     where = f"{workdir} after {run.step} steps" if workdir else given.model
     asks = f"--template={template!r}, chat {config.tokenizer.chat}"
     print(f"{where}, {asks}", file=sys.stderr)
-    if factory is None:
-        return run, asked, None
-    return run, asked, Environments({KEY: factory}, run.tokenizer, max_turns=r.max_turns)
+    environments = factory and Environments({KEY: factory}, run.tokenizer, max_turns=r.max_turns)
+    return run, asked, environments
 
 
 def trained_with(config: ConfigDict) -> str:

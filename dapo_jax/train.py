@@ -235,9 +235,8 @@ def with_scores(scores: Mapping, found: Mapping[int, Mapping], run: start.Run) -
     """
     if not (best := run.config.checkpoint.best):
         return {}
-    settings = evaluate.settings_of(run.config)[best]
-    name = f"{best} {json_digest([settings, fingerprint.of_prompts(run.sets[best].prompts)])}"
-    of_set = dict(scores.get(name, {}))
+    of = [evaluate.settings_of(run.config)[best], fingerprint.of_prompts(run.sets[best].prompts)]
+    of_set = dict(scores.get(name := f"{best} {json_digest(of)}", {}))
     for finished_steps, row in found.items():
         of_set |= {str(finished_steps): row[key] for key in row if f"eval/{best}/mean@" in key}
     return {name: of_set}

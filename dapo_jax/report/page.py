@@ -16,7 +16,7 @@ from dapo_jax.report.runs import Run, by_arm, summary_lines
 from dapo_jax.tasks.readers import problem_of
 
 SAMPLES = 8  # of a step, each to another problem
-SHOWN_CHARACTERS = 1_500  # of a problem and of a response
+SHOWN_CHARS = 1_500  # of a problem and of a response
 SAMPLE_HEADS = ("run", "step", "problem", "response", "verdict", "tokens", "reward")
 
 
@@ -56,10 +56,6 @@ def samples(runs: Mapping[str, Run]) -> list[list[str]]:
     return found
 
 
-def _said(row: Mapping) -> str:
-    return conversation(row["turns"]) if row.get("turns") else row["response"]
-
-
 def _responses(path: pathlib.Path) -> list[list[str]]:
     rows = []
     with contextlib.suppress(EOFError, OSError, ValueError, zlib.error):  # cut or broken: its start
@@ -67,8 +63,8 @@ def _responses(path: pathlib.Path) -> list[list[str]]:
         rows.extend(itertools.islice(firsts, SAMPLES))
     return [
         [
-            shortened(problem_of(row["prompt"]).strip(), limit=SHOWN_CHARACTERS),
-            shortened(_said(row), limit=SHOWN_CHARACTERS),
+            shortened(problem_of(row["prompt"]).strip(), limit=SHOWN_CHARS),
+            shortened(conversation(row.get("turns") or ()) or row["response"], limit=SHOWN_CHARS),
             f"{'right' if row['correct'] else 'truncated' if row['truncated'] else 'wrong'}: "
             f"{row['prediction']}, answer {row['ground_truth']}",
             f"{row['tokens']:,}",
