@@ -245,8 +245,8 @@ METRICS: list[Metric] = [
     Metric("kl", "nats", "KL divergence from the start policy; 0 if its coefficient is 0."),
     Metric("clip_fraction/high", "share", "Tokens clipped at the upper bound of the ratio.",
            panel=CLIPPED),
-    Metric("clip_fraction/low", "share", "Tokens clipped at the lower bound. Where both bounds clip "
-           "none, bfloat16 weights may not move: learner.spread_start.", panel=CLIPPED),
+    Metric("clip_fraction/low", "share", "Tokens clipped at the lower bound. Where both clip none, "
+           "bfloat16 weights may not move: learner.spread_start.", panel=CLIPPED),
     Metric("clip_fraction/dual", "share", "Tokens held by the dual clip.", panel=CLIPPED),
     Metric("clip_fraction/tis", "share",
            "Tokens whose weight of learner to sampler `algo.tis_cap` holds.", panel=CLIPPED),
