@@ -121,7 +121,7 @@ def test_text_helpers():
 # The table.
 
 SECONDS = {"rollout": 4.0, "update": 2.0, "reshard": 0.5, "total": 8.0}
-KEYS_OF_UPDATE = ("loss", "entropy", "mean_prob", "kl", "grad_norm", "ratio_gap")
+KEYS_OF_UPDATE = ("loss", "entropy", "mean_prob", "kl", "grad_norm", "ratio_gap", "routes/differ")
 CLIPPED = ("clip_fraction/high", "clip_fraction/low", "clip_fraction/dual")
 
 
@@ -231,7 +231,7 @@ def test_a_steps_row_by_hand():
         "updates_empty": 0,
         "updates_zero_gradient": 0,
         **dict.fromkeys((*KEYS_OF_UPDATE, *CLIPPED), 0.375),
-        "ratio_gap": 0.5,  # the first update's
+        **dict.fromkeys(("ratio_gap", "routes/differ"), 0.5),  # the first update's
         "own_ratio": 1.5,  # of no row of the table, as those of the task and seconds/reshard
         "task/lines": 1.5,
         "task/road": 0.0,

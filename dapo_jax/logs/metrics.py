@@ -259,7 +259,8 @@ METRICS: list[Metric] = [
            panel="sampler/learner gap, mean |ratio - 1|"),
     Metric("routes/differ", "share",
            "Of tokens and layers those for which the learner would have chosen another set of "
-           "experts than the sampler did; replayed or not.",
+           "experts in the first update than the sampler did; replayed or not.",
+           lambda s: s.updates[0].get("routes/differ") if s.taken else None,
            panel="experts that differ"),
     Metric("lr", "", "Learning rate of the step.", lambda s: s.learning_rate),
     Metric("seconds/load", "s", "Reading data and weights at a start."),
