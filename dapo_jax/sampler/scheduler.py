@@ -339,8 +339,10 @@ class Scheduler:
             last = self._admissions
             order = sorted(ready, key=lambda it: ages.get((it[0].group, it[1]), last))
             self._ready[d] = collections.deque(order)
-            while ready and not occupied_D[d] and self._lacks_pages(d, *ready[0]):
-                self._drop(d)
+            begins = ready and not occupied_D[d]
+            while begins and self._free_DP[d].sum() < self._pages_to_enter(*ready[0]):
+                if not self._drop(d):
+                    break
         most_D = np.minimum(cache.slots - occupied_D, self._ready_D())
         k_K = np.arange(most_D.max())
         growth_DK = WATERMARK_BLOCKS * (occupied_D[:, None] + k_K) * cache.block_tokens
@@ -370,11 +372,6 @@ class Scheduler:
         if parked and len(parked.pages):
             return int(parked.tokens // self.cache.page_tokens == len(parked.pages))
         return 1 + prefix.first_tokens[sample] // self.cache.page_tokens
-
-    def _lacks_pages(self, d: int, prefix: Prefix, sample: int) -> bool:
-        """Returns whether a shard has too few pages for a sample, and others may give theirs."""
-        held = any(len(it.pages) for it in self._parked.values() if it.prefix.shard == d)
-        return held and self._free_DP[d].sum() < self._pages_to_enter(prefix, sample)
 
     def _recomputes(self, shard_N: np.ndarray, slot_N: np.ndarray) -> list[Prefill]:
         """Makes the calls for partial responses in these slots, in order of shards."""

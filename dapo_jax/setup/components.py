@@ -117,11 +117,8 @@ class Programs:
         if lora is None:
             weights = self.load_weights(dtype="float32")
             in_bfloat16 = self.config.model.compute_dtype == "bfloat16"
-            return (
-                self._spread(weights)
-                if in_bfloat16 and self.config.learner.spread_start
-                else weights
-            )
+            spreads = in_bfloat16 and self.config.learner.spread_start
+            return self._spread(weights) if spreads else weights
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state.params)
         init = functools.partial(init_adapters, self.sizes, lora)
         return jax.jit(init, out_shardings=shardings)(key=key(self.config, INIT_STREAM))

@@ -1,4 +1,4 @@
-"""How many slots stand empty while environments are waited for, by the scheduler alone.
+"""Counts the slots that stand empty while environments are waited for, by the scheduler alone.
 
     python -m experiments.benchmarks.waiting
 
