@@ -189,19 +189,6 @@ def test_an_answer_that_nothing_can_match_is_named_or_skipped(tmp_path, rules, a
 
 
 @pytest.mark.parametrize(
-    ("path", "settings", "message"),
-    [
-        ("x.csv", {"kind": "xlsx"}, "kind = 'xlsx': must be one of dapo_parquet, .*arithmetic"),
-        ("x.txt", {}, r"path = 'x\.txt': its ending must be one of \.parquet, "),
-        ("x.txt", {"kind": "math"}, r"path = 'x\.txt': its ending must be one of \.parquet, "),
-    ],
-)
-def test_wrong_settings_are_named(path, settings, message):
-    with pytest.raises(DataError, match=message):
-        read(path, **settings)
-
-
-@pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("d.parquet", b'{"prompt": "a"}', r"d\.parquet is no readable parquet file.*kind"),

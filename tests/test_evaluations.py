@@ -78,15 +78,6 @@ def test_a_set_is_named_with_task_and_path(text, settings):
     assert evaluate.named_set(text) == (text.partition(":")[0], settings)
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "name", "name:math", ":math:path", "a:nosuch:b.jsonl", "a:nosuch:gs://bucket/b.jsonl"],
-)
-def test_a_set_that_cannot_be_read_is_refused_with_an_example(text):
-    with pytest.raises(ValueError, match="must be NAME:TASK:PATH, for instance"):
-        evaluate.named_set(text)
-
-
 def test_the_example_reads_a_published_file(tmp_path):
     """MATH-500 and AI-MO's AIME have their fields under these names."""
     path = tmp_path / "aime24.jsonl"

@@ -171,16 +171,6 @@ def test_checkpoints_elsewhere_know_what_their_run_began_with(parent, fork, tmp_
         start(config, tmp_path / "d", origin)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "runs/a@2", "hf:model@2", "run:a", "run:@2", "run:a@", "run:a@-1", "run:a@newest"]
-)
-def test_any_other_form_of_start_is_refused_in_one_line(text):
-    with pytest.raises(
-        ValueError, match=r"^--start is '.*', but must be run:DIR@STEP, a run's checkpoint$"
-    ):
-        Parent.parse(text)
-
-
 def test_start_reads_a_folder_of_any_name_as_an_absolute_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     origin = Parent.parse("run:lr@1e-5:b@20")
