@@ -10,9 +10,7 @@ import types
 import numpy as np
 import pytest
 from runs import contents, digests, responses, rows_without_timings
-from test_rollout import Script, kept_cursors
-from test_rollout import run as scripted
-from test_train import programs_compiled_once, small_config  # noqa: F401
+from shared_programs import programs_compiled_once, small_config  # noqa: F401
 
 from dapo_jax import algorithm, train
 from dapo_jax.checkpoints import fingerprint
@@ -29,11 +27,8 @@ from dapo_jax.types import Group, Response, Rollouts, Verdict
 
 def recipe(**settings):
     """Makes the config of the parent, which saves each step, with other settings."""
-    config = small_config()
-    config.num_steps, config.checkpoint.every_steps, config.checkpoint.keep = 3, 1, 9
-    config.eval.every_steps = 3
-    config.update_from_flattened_dict(settings)
-    return config
+    keys = {"checkpoint.every_steps": 1, "checkpoint.keep": 9, "eval.every_steps": 3}
+    return small_config(**keys | settings)
 
 
 @pytest.fixture(scope="module")
