@@ -13,7 +13,6 @@ evaluates a Hugging Face directory, or ORG/NAME on its hub, with no config and n
 
 import collections
 import contextlib
-import functools
 import itertools
 import json
 import math
@@ -258,12 +257,13 @@ def main(_):
             raise ValueError(f"--workdir={workdir} is a run's; give --model another one")
         hosts.on_main(lambda: (workdir / "eval").mkdir(parents=True, exist_ok=True))
         config.learner.lora_rank = 0  # a model alone has no factors
-        run = policy.open_policy(config, None, functools.partial(fit_model, config), evaluates=True)
+        run = policy.open_policy(config, None, fit_model, evaluates=True)
     else:
         if theirs := hosts.on_main(lambda: config_of_run(workdir)):
             config_flags.fill_open(config, theirs)
             fingerprint.require_policy(config, theirs, f"the run in {workdir}")
         run = policy.open_policy(config, workdir, evaluates=True, step=given.step)
+    config = run.config
     say("\n".join([*run.chosen, *run.data.report_lines()]))
     settings = settings_of(config, of_model=bool(given.model))
     sets = run.data.eval_sets

@@ -201,11 +201,9 @@ def finish(
         digested = run.record.digests(arrays)
 
     tokens = progress.sampled_tokens_total + rollouts.stats.sampled_tokens
-    done = dataclasses.replace(
-        done,
-        sampled_tokens_total=tokens,
-        seconds=(run.seconds if step == run.step else {}) | watch.seconds(),
-    )
+    seconds = (run.seconds if step == run.step else {}) | watch.seconds()
+    seconds |= {"snapshot": (before := run.snapshots.seconds), "total": seconds["total"] + before}
+    done = dataclasses.replace(done, sampled_tokens_total=tokens, seconds=seconds)
     row = metrics.step_row(done) | digested
     stopped = run.alarms.look(row, done, before=progress.row or {})
 
