@@ -15,9 +15,9 @@ from absl import flags
 from processes import ROOT, ran
 
 from configs import base
-from dapo_jax import evaluate
 from dapo_jax.algorithm import group_advantage, informative_groups, outcome_reward
 from dapo_jax.cli import config_flags
+from dapo_jax.evaluation import settings_of
 from dapo_jax.tasks.base import graded, load_examples, make_task
 from dapo_jax.tasks.math_problems import MathProblems, MathTask
 from dapo_jax.tasks.readers import DataError
@@ -347,4 +347,4 @@ def test_what_a_set_gives_its_own_task_may_be_nested(monkeypatch):
     )
     settings = base.eval_settings(config)["new"]
     assert settings["args"] == args and type(settings["args"]["config"]) is dict
-    assert evaluate.settings_of(config)["new"]["args"] == args
+    assert settings_of(config)["new"]["args"] == args

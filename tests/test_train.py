@@ -12,9 +12,10 @@ import pytest
 from runs import responses, rows_without_timings
 
 from configs import tiny
-from dapo_jax import evaluate, train
+from dapo_jax import train
 from dapo_jax.checkpoints.store import Checkpoints
 from dapo_jax.convert import convert
+from dapo_jax.evaluation import Evaluation, majority_is_correct, summarize
 from dapo_jax.logs.files import read_rows
 from dapo_jax.logs.metrics import METRICS
 from dapo_jax.rollout import minibatches
@@ -338,7 +339,7 @@ def test_a_run_exports_to_hugging_face(finished, tmp_path):
     params = programs.reshard(programs.start_params(), None)
     streams = components.eval_streams(config, tokenizer)
     session = Session(programs.engine, params, *streams)
-    with evaluate.Evaluation(session, sets, first_stream=0) as evaluation:
+    with Evaluation(session, sets, first_stream=0) as evaluation:
         results = evaluation.finish(report=print)
     assert results == json.loads((finished / "eval" / "3.json").read_text())["sets"]
     convert(f"run:{finished}", f"hf:{tmp_path / 'low'}", dtype="bfloat16")
@@ -352,7 +353,7 @@ def test_a_run_exports_to_hugging_face(finished, tmp_path):
 def test_scores_by_hand():
     """mean@4, maj@4 and pass@k of two problems, one with a majority for the wrong answer."""
     groups = [_group(["7", "7", None, "3"]), _group(["5", "5", "7", None])]
-    scores = evaluate.summarize(groups)
+    scores = summarize(groups)
     assert scores["mean@4"] == pytest.approx(3 / 8)
     assert scores["maj@4"] == pytest.approx(1 / 2)
     assert scores["pass@4"] == 1.0
@@ -363,18 +364,18 @@ def test_scores_by_hand():
 def test_nobody_votes_for_no_answer():
     for empty in (None, "", " "):
         silent = [Verdict(False, empty, "")] * 3
-        assert evaluate.majority_is_correct([*silent, Verdict(True, "7", "")])
-        assert not evaluate.majority_is_correct(silent)
+        assert majority_is_correct([*silent, Verdict(True, "7", "")])
+        assert not majority_is_correct(silent)
 
 
 def test_spellings_of_one_answer_vote_together():
     """Five right answers in five spellings lost to two wrong ones in one; so did wrong ones."""
     right = [Verdict(True, text, "") for text in ("1/2", r"\frac{2}{4}", "0.50", "2^{-1}", "50\\%")]
-    assert evaluate.majority_is_correct([*[Verdict(False, "7", "")] * 2, *right])
+    assert majority_is_correct([*[Verdict(False, "7", "")] * 2, *right])
     roots = [Verdict(False, text, "") for text in (r"\sqrt{12}", r"2\sqrt{3}", r"2\cdot3^{1/2}")]
     same = MathTask(rules="math_verify").same
-    assert not evaluate.majority_is_correct([*right[:2], *roots], same)
-    assert evaluate.majority_is_correct([*right[:2], *roots])
+    assert not majority_is_correct([*right[:2], *roots], same)
+    assert majority_is_correct([*right[:2], *roots])
 
 
 def test_the_learners_old_logprobs_are_those_before_the_first_update(monkeypatch):
