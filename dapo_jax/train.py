@@ -18,7 +18,6 @@ import pathlib
 from collections.abc import Mapping
 
 import jax
-import numpy as np
 from absl import flags
 
 from dapo_jax import algorithm, learner, losses, rollout
@@ -30,7 +29,7 @@ from dapo_jax.logs import alarms, metrics
 from dapo_jax.logs.files import json_digest
 from dapo_jax.sampler.session import Session
 from dapo_jax.setup import components, dry_run, start
-from sharding import hosts, rules
+from sharding import hosts
 
 
 def train(config, workdir: pathlib.Path, parent=None, profile: int | None = None) -> None:
@@ -167,7 +166,6 @@ def update(run: start.Run, state: learner.TrainState, rollouts, advantage_PG, ra
             dataclasses.replace(batch, old_logp_BT=run.old_logprobs(*policy, batch))
             for batch in batches
         ]
-    rate = hosts.place(np.float32(rate), rules.replicated(run.programs.mesh))
     for i, batch in enumerate(batches):
         run.record.display.phase(f"update: {i + 1}/{len(chunks)}")
         state, found = run.update(state, run.start_weights, batch, rate)
