@@ -9,6 +9,7 @@ from processes import ran
 
 from configs import base, tiny
 from dapo_jax import evaluate, sample
+from dapo_jax.evaluation import settings_of
 from dapo_jax.logs import record
 from dapo_jax.setup import checks, components, policy
 from dapo_jax.tasks.readers import templated
@@ -95,7 +96,7 @@ def test_another_model_or_tokenizer_has_files_of_its_own():
     config, labels = tiny.get_config(), set()
     for changes in ({}, {"model.path": "another"}, {"tokenizer.chat": "template"}):
         config.update_from_flattened_dict(changes)
-        (settings,) = evaluate.settings_of(config, of_model=True).values()
+        (settings,) = settings_of(config, of_model=True).values()
         labels.add(record.settings_label(settings))
     assert len(labels) == 3
 

@@ -15,9 +15,9 @@ from runs import responses
 from small_config import task_of
 
 from configs import base
-from dapo_jax import evaluate
 from dapo_jax.algorithm import group_advantage, informative_groups, outcome_reward
 from dapo_jax.cli.config_flags import read_config
+from dapo_jax.evaluation import settings_of
 from dapo_jax.logs.files import read_rows
 from dapo_jax.tasks.base import graded, load_examples
 from dapo_jax.tasks.math_problems import MathProblems, MathTask
@@ -239,4 +239,4 @@ def test_an_argument_may_have_a_flag_of_its_own_and_be_nested():
     assert dict(base.leaves(config))["tokenizer.chat_args"] == chosen
     args = base.eval_settings(config)["gym"]["args"]
     assert args == chain and type(args["config"]) is dict
-    assert evaluate.settings_of(config)["gym"]["args"] == chain
+    assert settings_of(config)["gym"]["args"] == chain

@@ -12,9 +12,10 @@ from runs import responses, rows_without_timings
 from shared_programs import STEPS, programs_compiled_once, small_config  # noqa: F401  a fixture
 
 from configs import tiny
-from dapo_jax import evaluate, train
+from dapo_jax import train
 from dapo_jax.checkpoints.store import Checkpoints
 from dapo_jax.convert import convert
+from dapo_jax.evaluation import Evaluation, majority_is_correct, summarize
 from dapo_jax.logs.files import read_rows
 from dapo_jax.logs.metrics import METRICS
 from dapo_jax.rollout import minibatches
@@ -285,7 +286,7 @@ def test_a_run_exports_to_hugging_face(finished, tmp_path):
     sets = components.load_data(config, tokenizer, training=False).eval_sets
     params = programs.reshard(programs.start_params(), None)
     session = Session(programs.engine, params, *components.eval_streams(config, tokenizer))
-    with evaluate.Evaluation(session, sets, first_stream=0) as evaluation:
+    with Evaluation(session, sets, first_stream=0) as evaluation:
         results = evaluation.finish(report=print)
     assert results == json.loads((finished / "eval" / "3.json").read_text())["sets"]
 
@@ -297,7 +298,7 @@ def test_scores_by_hand():
         verdicts = [Verdict(p == "7", p, "") for p in predictions]
         return Group(0, None, tuple(Response(np.zeros(3), None, True, "", v) for v in verdicts))
 
-    scores = evaluate.summarize([group("7", "7", None, "3"), group("5", "5", "7", None)])
+    scores = summarize([group("7", "7", None, "3"), group("5", "5", "7", None)])
     expected = {"mean@4": 3 / 8, "maj@4": 1 / 2, "pass@4": 1, "no_answer_fraction": 2 / 8}
     expected["pass@2"] = ((1 - 1 / 6) + (1 - 3 / 6)) / 2
     assert {key: scores[key] for key in expected} == pytest.approx(expected)
@@ -306,15 +307,15 @@ def test_scores_by_hand():
 def test_spellings_of_one_answer_vote_together_and_nobody_votes_for_none():
     """Five right answers in five spellings lost to two wrong ones in one; so did wrong ones."""
     right = [Verdict(True, text, "") for text in ("1/2", r"\frac{2}{4}", "0.50", "2^{-1}", "50\\%")]
-    assert evaluate.majority_is_correct([*[Verdict(False, "7", "")] * 2, *right])
+    assert majority_is_correct([*[Verdict(False, "7", "")] * 2, *right])
     roots = [Verdict(False, text, "") for text in (r"\sqrt{12}", r"2\sqrt{3}", r"2\cdot3^{1/2}")]
     same = MathTask(rules="math_verify").same
-    assert not evaluate.majority_is_correct([*right[:2], *roots], same)
-    assert evaluate.majority_is_correct([*right[:2], *roots])
+    assert not majority_is_correct([*right[:2], *roots], same)
+    assert majority_is_correct([*right[:2], *roots])
     for empty in (None, "", " "):
         silent = [Verdict(False, empty, "")] * 3
-        assert evaluate.majority_is_correct([*silent, right[0]])
-        assert not evaluate.majority_is_correct(silent)
+        assert majority_is_correct([*silent, right[0]])
+        assert not majority_is_correct(silent)
 
 
 def test_the_learners_old_logprobs_are_those_before_the_first_update(monkeypatch):
