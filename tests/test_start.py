@@ -135,7 +135,7 @@ def test_a_fork_without_a_checkpoint_of_its_own_begins_with_the_parent_again(par
 def test_a_damaged_parent_is_named_and_left_as_it_is(parent, tmp_path):
     """A run sets its own aside and takes the one before; a fork of that would be another."""
     theirs = shutil.copytree(parent, tmp_path / "theirs")
-    (theirs / "checkpoints" / "2" / "state" / "manifest.ocdbt").unlink()
+    (theirs / "checkpoints" / "2" / "progress" / "metadata").write_bytes(b"")
     before = contents(theirs)
     message = rf"checkpoint 2 in {theirs}/checkpoints cannot be read .*\[1, 3\]"
     with pytest.raises(DamagedError, match=message):
