@@ -25,7 +25,8 @@ from dapo_jax.report.runs import load_run, totals
 from dapo_jax.setup import components, policy
 
 TENSORSTORE = (
-    'RESOURCE_EXHAUSTED: Error writing "params/0.0" in OCDBT database at local file "/r/3.tmp/o/": '
+    'RESOURCE_EXHAUSTED: Error writing "params/0.0" in OCDBT database at local file '
+    '"/r/checkpoints/3.orbax-checkpoint-tmp/state.orbax-checkpoint-tmp/ocdbt.process_0/": '
     'Failed writing: "/r/checkpoints/3": No space left on device [OS error 28: ENOSPC] ['
     "source locations='third_party/tensorstore/kvstore/ocdbt/driver.cc:123' ...]"
 )
