@@ -2,6 +2,7 @@
 
 import re
 
+import commands
 import pytest
 from processes import ROOT, ran
 
@@ -38,19 +39,19 @@ def test_help_lists_every_key_with_its_value():
         assert f"  {flag}: " in printed
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([WORKDIR], "--config is missing: --config=configs/tiny.py"),
-        ([CONFIG], "--workdir is missing: --workdir=runs/mine"),
-        ([CONFIG, WORKDIR, "config.num_steps=3"], "'config.num_steps=3' is no flag: flags begin"),
-        ([CONFIG, "--workdir=gs://b/r"], "a folder of this machine; --config.checkpoint.directory"),
-    ],
-)
-def test_a_wrong_command_line_ends_with_one_line(arguments, message):
+def test_a_wrong_command_line_ends_with_one_line():
     """A sweep with `config.num_steps=3` ran the config as it was, in silence."""
-    (line,) = ran("-m", "dapo_jax.train", *arguments, status=1).stderr.splitlines()
-    assert line.startswith("error: ") and message in line
+    wrong = {
+        WORKDIR: "--config is missing: --config=configs/tiny.py",
+        CONFIG: "--workdir is missing: --workdir=runs/mine",
+        f"{CONFIG} {WORKDIR} config.num_steps=3": "'config.num_steps=3' is no flag: flags begin",
+        f"{CONFIG} --workdir=gs://b/r": "a folder of this machine; --config.checkpoint.directory",
+    }
+    said = commands.read("dapo_jax.train", *wrong)
+    for line, message in zip(said, wrong.values(), strict=True):
+        assert line.startswith("error: ") and message in line and "\n" not in line
+    (line,) = ran("-m", "dapo_jax.train", CONFIG, status=1).stderr.splitlines()
+    assert line == said[1]
 
 
 def test_a_config_is_found_from_any_folder_the_current_one_first(tmp_path, monkeypatch):

@@ -1,7 +1,6 @@
 """Configs: every key in one place, Table 1 as presets, impossible combinations refused."""
 
 import importlib
-import math
 import re
 
 import jax
@@ -98,11 +97,6 @@ def test_the_32b_config_builds_its_model_shardings_and_cache_without_devices():
     assert cache.slots * config.rollout.slot_tokens <= cache.pages * config.rollout.page_tokens
     tokens = (1.75 * cache.pages + cache.prompt_pages) * 128 + cache.slots * 16
     assert 0.95 < tokens * 131_072 / (config.rollout.cache_mib * 2**20) <= 1
-    config.rollout.cache_mib = 2_048
-    with pytest.raises(ValueError, match=r"cache_mib = 2048 does not hold .* 20480 on") as refused:
-        components.programs(config, vocab_size=151_665)
-    config.rollout.cache_mib = math.ceil(float(re.search(r"; (\d+) does", str(refused.value))[1]))
-    components.programs(config, vocab_size=151_665)
 
 
 def test_every_key_beside_the_peers_names_exists():

@@ -148,10 +148,8 @@ def test_a_jobset_has_the_hosts_of_its_slices_and_restarts(
     assert result.stderr == ""
     jobset = yaml.safe_load(result.stdout)
     assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
-    assert jobset["spec"]["failurePolicy"] == {
-        "maxRestarts": 50,
-        "rules": [{"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}],
-    }
+    rules = [{"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}]
+    assert jobset["spec"]["failurePolicy"] == {"maxRestarts": 50, "rules": rules}
     (replicated,) = jobset["spec"]["replicatedJobs"]
     job = replicated["template"]["spec"]
     assert replicated["replicas"] == slices
@@ -187,17 +185,15 @@ def test_babysit_recreates_after_a_preemption_and_deletes_at_the_end(tmp_path, c
     runs = ["", "", "", "running", "running", "", "", "running", f"exited {code}"]
     (tmp_path / "looks").write_text("\n".join(looks) + "\n")
     (tmp_path / "runs").write_text("\n".join(runs) + "\n")
-    fake(
-        tmp_path / "bin" / "gcloud",
-        f"""cd {tmp_path}
+    gcloud = f"""cd {tmp_path}
         next() {{ head -n 1 $1; sed -i 1d $1; }}
         case "$*" in
           *" queued-resources list "*) next looks ;;
           "storage cat "*) next runs ;;
           *" is-active "*) echo active ;;
           *) echo "$*" >>calls ;;
-        esac""",
-    )
+        esac"""
+    fake(tmp_path / "bin" / "gcloud", gcloud)
     how = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "POLL_SECONDS": "0.01"}
     result = launch("tpu_vm.sh", "babysit", tmp_path=tmp_path, environment=how)
     assert result.returncode == code, result.stderr
@@ -229,15 +225,9 @@ class Loop:
         self.environment = clean_environment(**own)
 
     def start(self, *flags, **environment):
-        process = subprocess.Popen(
-            [str(LAUNCH / "run_worker.sh"), *flags],
-            cwd=self.tmp_path,
-            env={**self.environment, **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        how = {"cwd": self.tmp_path, "env": {**self.environment, **environment}, "text": True}
+        how |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": True}
+        process = subprocess.Popen([str(LAUNCH / "run_worker.sh"), *flags], **how)
         self.sessions.append(process.pid)
         return process
 

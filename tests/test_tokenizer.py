@@ -38,18 +38,12 @@ def bpe_folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def piece_file(tmp_path_factory):
     prefix = tmp_path_factory.mktemp("sentencepiece") / "tokenizer"
+    how = {"model_type": "bpe", "vocab_size": 300, "hard_vocab_limit": False, "pad_id": 3}
+    how |= {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+    how |= {"byte_fallback": True, "add_dummy_prefix": False, "minloglevel": 2}
+    texts = iter(["What is 12+3?", "12+3=15", "Answer: 15"] * 10)
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["What is 12+3?", "12+3=15", "Answer: 15"] * 10),
-        model_prefix=str(prefix),
-        model_type="bpe",
-        vocab_size=300,
-        hard_vocab_limit=False,
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        add_dummy_prefix=False,
-        pad_id=3,
-        minloglevel=2,
+        sentence_iterator=texts, model_prefix=str(prefix), **how
     )
     return prefix.with_suffix(".model")
 
@@ -114,15 +108,13 @@ def test_a_template_that_is_missing_broken_or_refuses_is_named(bpe_folder, tmp_p
     with pytest.raises(ValueError, match=r'no chat template.*tokenizer\.chat="none"'):
         load(tmp_path, chat="template", stop_tokens=["<|im_end|>"])
     (tmp_path / "chat_template.jinja").write_text("{% if %}")
-    with pytest.raises(
-        ValueError, match=r"no prompt for roles \['user'\] by its template: Expected"
-    ):
+    message = r"no prompt for roles \['user'\] by its template: Expected"
+    with pytest.raises(ValueError, match=message):
         load(tmp_path, chat="template").encode_chat(user("x"))
 
 
-ENDS_NOWHERE = {"tokenizer.json": bpe().to_str()} | {
-    "generation_config.json": '{"eos_token_id": [true]}'
-}
+ENDS_NOWHERE = {"generation_config.json": '{"eos_token_id": [true]}'}
+ENDS_NOWHERE["tokenizer.json"] = bpe().to_str()
 
 
 @pytest.mark.parametrize(
@@ -155,12 +147,8 @@ def test_a_sentencepiece_model_is_read_alone_or_in_its_folder(piece_file):
 
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-EOS, BOS, ADDS = (
-    {"eos_token": "<|im_end|>"},
-    {"bos_token": "<|endoftext|>"},
-    {"add_bos_token": True},
-)
-LLAMA = {"tokenizer_class": "LlamaTokenizerFast"}
+EOS, BOS = {"eos_token": "<|im_end|>"}, {"bos_token": "<|endoftext|>"}
+ADDS, LLAMA = {"add_bos_token": True}, {"tokenizer_class": "LlamaTokenizerFast"}
 MERGES = {
     "vocab.json": bpe(special=()).get_vocab(),
     "merges.txt": "#version: 0.2\n",
