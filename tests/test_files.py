@@ -186,18 +186,17 @@ def test_a_run_does_not_import_what_its_config_names(tmp_path, monkeypatch):
     (tmp_path / "payload.py").write_text("import pathlib; pathlib.Path('run').touch()")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
-    config = tiny.get_config()
-    config.mesh.slices = 2
-    (tmp_path / "config.json").write_text(config.to_json_best_effort())
+
+    def written(**settings):
+        (tmp_path / "config.json").write_text(small(**settings).to_json_best_effort())
+
+    written(**{"mesh.slices": 2})
     mesh = policy.run_config(tmp_path, trust_code=False).mesh
     assert (mesh.slices, mesh.data, mesh.model) == (1, -1, 1)  # of this machine
-
-    config.model.family = "payload"
-    (tmp_path / "config.json").write_text(config.to_json_best_effort())
+    written(**{"model.family": "payload"})
     message = r"config\.json: model\.family = 'payload' is a custom module; --trust_code imports it"
-    with pytest.raises(ValueError, match=message):
-        convert("run:.", "hf:out", dtype="float32")
-    assert not (tmp_path / "run").exists()
-    with pytest.raises(ValueError, match="registers 0 families"):
-        convert("run:.", "hf:out", dtype="float32", trust_code=True)
+    for how, said in (({}, message), ({"trust_code": True}, "registers 0 families")):
+        assert not (tmp_path / "run").exists()
+        with pytest.raises(ValueError, match=said):
+            convert("run:.", "hf:out", dtype="float32", **how)
     assert (tmp_path / "run").exists()
