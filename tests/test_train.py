@@ -184,6 +184,7 @@ def test_generation_cap_stops_cleanly_or_trains_on_with_an_alarm(tmp_path, capsy
     """
     cap = {"rollout.generation_prompts": 4, "rollout.max_generation_batches": 2}
     cap |= UNEVALUATED | {"verifier.rules": "strict_box"}  # the tiny policy never writes a box
+    cap["rollout.on_generation_cap"] = "stop"
     with pytest.raises(SystemExit, match=r"2 generation batches.*0 informative.*0\.0%"):
         train.train(small_config(num_steps=1, **cap), tmp_path)
     assert read_rows(tmp_path / "metrics.jsonl") == []

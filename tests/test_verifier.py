@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import signal
 import threading
 import time
@@ -51,48 +52,108 @@ def test_rules_equal_the_reference_on_every_golden_row(
     assert differing == [deviation]
 
 
-@pytest.mark.parametrize(
-    ("rules", "response", "status"),
-    [
-        ("dapo", "Answer: 7\n" + "z" * 290, "correct"),
-        ("dapo", "Answer: 7\n" + "z" * 293, "no_answer"),
-        ("dapo", "Answer: $ $", "empty_answer"),
-        ("strict_box", r"\boxed{6} no \boxed{7}.", "correct"),
-        ("strict_box", r"\boxed{7}" + "y" * 91, "correct"),
-        ("strict_box", r"\boxed{7}" + "y" * 92, "no_answer"),
-        ("strict_box", r"\boxed{7", "no_answer"),
-        ("strict_box", r"\boxed{ }", "empty_answer"),
-        ("strict", "Answer:\n\\[\n7\n\\]", "correct"),
-        ("strict", "### Final Answer: 7\u2028Thanks.", "correct"),
-        ("strict", "I found that my Answer: 7", "no_answer"),
-        ("strict", "z" * 292 + "Answer: 7", "no_answer"),  # the cut line is no line
-        ("strict", "Answer: 7\nanswer: ", "empty_answer"),
-        ("strict", "Answer: k=", "empty_answer"),
-        ("strict", "Answer: 7\nWait.\nAnswer: 6", "wrong"),
-    ],
+# A response, the truth, and the verdict, by rules.
+PLACES = {
+    "dapo": (
+        ("Answer: 7\n" + "z" * 290, "correct"),
+        ("Answer: 7\n" + "z" * 293, "no_answer"),
+        ("Answer: $ $", "empty_answer"),
+    ),
+    "strict_box": (
+        (r"\boxed{6} no \boxed{7}.", "correct"),
+        (r"\boxed{7}" + "y" * 91, "correct"),
+        (r"\boxed{7}" + "y" * 92, "no_answer"),
+        (r"\boxed{7", "no_answer"),
+        (r"\boxed{ }", "empty_answer"),
+    ),
+    "strict": (
+        ("Answer:\n\\[\n7\n\\]", "correct"),
+        ("### Final Answer: 7\u2028Thanks.", "correct"),
+        ("I found that my Answer: 7", "no_answer"),
+        ("z" * 292 + "Answer: 7", "no_answer"),  # the cut line is no line
+        ("Answer: 7\nanswer: ", "empty_answer"),
+        ("Answer: k=", "empty_answer"),
+        ("Answer: 7\nWait.\nAnswer: 6", "wrong"),
+    ),
+    "math_verify": (
+        (r"Answer: \frac{14}{2}", "correct"),
+        (r"So it is $\boxed{7}$.", "correct"),
+        ("So the answer is 7.", "no_answer"),
+        (r"\boxed{6}. So the answer is 7.", "correct"),
+        (r"\boxed{7}. So the answer is 6.", "wrong"),
+        ("Answer:", "empty_answer"),
+        (r"Answer: \frac{2}{", "unreadable_answer"),
+        ("Answer: 9^{9^{9^{9}}}", "too_large"),
+        ("Answer: \ud800", "unreadable_answer"),
+        (None, "bad_input"),
+    ),
+}
+# By value, not by spelling.
+STRICT = (
+    *(("“42”", "42", True), ("\uff14\uff12", "42", True), ("$42 dollars", "42", True)),
+    *((r"1\,000", "1000", True), ("1'000", "1000", True), ("1 000 000", "1000000", True)),
+    *(("\u20137", "-7", True), (r"3\frac{1}{2}", "7/2", True), (".5", "1/2", True)),
+    *(("9" * 289, "9" * 289, True), (r"\left( \frac12 , 3 \right)", r"(\frac{1}{2},3)", True)),
+    *(("f(x) = x^2", "x^2", True), (r"10^{-3} \mathrm{~m}", "1e-3", True)),
+    *(("4.65 \u00d7 10⁵", "4.65E+05", True), ("4.65*10^5", "465,000", True)),
+    *(("41=42", "42", False), ("4 2", "42", False), ("12,34", "1234", False)),
+    *((r"42\text{0}", "420", False), (r"\boxed{4}\boxed{2}", "42", False), ("4²", "42", False)),
+    *(("٤٢", "42", False), ("42m", "42", False), ("~42", "42", False), ("1/0", "1", False)),
 )
-def test_each_rule_has_its_place_for_the_answer(rules, response, status):
-    verdict = verify(response, "7", rules=rules)
-    assert (verdict.correct, verdict.status) == (status == "correct", status)
+# The library takes a difference below 1e-17 for none.
+NEARLY = (
+    *((r"\frac{1}{19!}", r"\frac{1}{20!}"), ("e^{-40}", "e^{-41}"), ("0.000001", "0.0000014")),
+    *((r"1-\frac{1}{2^{99}}", r"1-\frac{1}{2^{100}}"), ("x+e^{-40}", "x+e^{-41}")),
+    *((r"-1.6 \times 10^{-19}", r"1.6 \times 10^{-19}"), (r"10^{-30}\pi", r"10^{-31}\pi")),
+    *((r"\sqrt{10^{60}+1}", "10^{30}"), (r"\frac{1}{2^{9998}}", r"\frac{1}{2^{9999}}")),
+)
+# A box is an answer unless it is a part of a formula.
+IN_A_FORMULA = r"""
+$-\boxed{5}$|$x \neq \boxed{5}$|$2\boxed{5}$|$\sqrt{\boxed{5}}$|$\frac{\boxed{5}}{2}$|\boxed{5}+1
+$\frac{1}{\boxed{5}}$|$3 \cdot \boxed{5}$|$1/\boxed{5}$|$\boxed{5}^2$|$\boxed{5} \times 10^3$
+\boxed{5}/2|\boxed{5}.5|\boxed{5}\pi|10^{\boxed{5}}|$x > \boxed{5}$|\boxed{5} thousand
+$\boxed{5}$ million dollars|$\boxed{5}\text{ million}$
+"""
+BESIDE_WORDS = r"""
+- $\boxed{5}$|$x = \boxed{5}$|$10 - 5 = \boxed{5}^\circ$|1. \boxed{5}|**\boxed{5}**|${\boxed{5}}$
+So $a+b \geq \boxed{5}$.|$\boxed{5}\%$|-> \boxed{5}|\boxed{5}!|Step 2 --\boxed{5}|$\boxed{5}$.
+\(\Rightarrow\boxed{5}\)|\boxed{5} is the answer|<answer>\boxed{5}</answer>|\fbox{5}
+"""
+# Behind a box, what is the same, and what is another.
+BOXED_UNITS = (
+    *((" hours", "5 hours", "5 minutes"), (r"\text{ km}$", r"5 \text{ km}", r"5 \text{ m}")),
+    *((" miles per hour.", "5 mph", "5 km/h"), (" square meters", "5 m^2", "5 m")),
+    ("$ in total", "5 cm", "6 in"),
+)
+SEVEN = r"Answer: \boxed{7}"
+MISSING = (
+    *((None, "7", "bad_input"), (SEVEN, None, "bad_input"), ("", "7", "no_answer")),
+    *((SEVEN, "7" * (MAX_GROUND_TRUTH_CHARS + 1), "bad_input"), (SEVEN, " \n", EMPTY)),
+    (r"Answer: \boxed{}", "", EMPTY),
+)
+VERDICTS = [
+    *((rules, it, "7", status) for rules, rows in PLACES.items() for it, status in rows),
+    *(("strict", f"Answer: {a}", b, "correct" if same else "wrong") for a, b, same in STRICT),
+    *(("math_verify", f"Answer: {a}", b, "wrong") for a, b in NEARLY),
+    *(("math_verify", f"Answer: {a}+0", a, "correct") for a, _ in NEARLY),
+    ("math_verify", "Answer: (x+1)^2", "x^2+2x+1", "correct"),
+    ("math_verify", "Answer: x^2", r"\frac{x}{", "unreadable_ground_truth"),
+    *(("math_verify", it, "5", "not") for it in re.split(r"[|\n]", IN_A_FORMULA.strip())),
+    *(("math_verify", it, "5", "correct") for it in re.split(r"[|\n]", BESIDE_WORDS.strip())),
+    *(
+        ("math_verify", rf"$\boxed{{5}}{unit}", truth, status)
+        for unit, same, other in BOXED_UNITS
+        for truth, status in ((same, "correct"), ("5", "correct"), (other, "not"))
+    ),
+    *((rules, *row) for rules in LOCAL_RULES for row in MISSING),
+]
 
 
-@pytest.mark.parametrize(
-    ("answer", "truth", "correct"),
-    [
-        *(("“42”", "42", True), ("\uff14\uff12", "42", True), ("$42 dollars", "42", True)),
-        *((r"1\,000", "1000", True), ("1'000", "1000", True), ("1 000 000", "1000000", True)),
-        *(("\u20137", "-7", True), (r"3\frac{1}{2}", "7/2", True), (".5", "1/2", True)),
-        *(("9" * 289, "9" * 289, True), (r"\left( \frac12 , 3 \right)", r"(\frac{1}{2},3)", True)),
-        *(("f(x) = x^2", "x^2", True), (r"10^{-3} \mathrm{~m}", "1e-3", True)),
-        *(("4.65 \u00d7 10⁵", "4.65E+05", True), ("4.65*10^5", "465,000", True)),
-        *(("41=42", "42", False), ("4 2", "42", False), ("12,34", "1234", False)),
-        *((r"42\text{0}", "420", False), (r"\boxed{4}\boxed{2}", "42", False), ("4²", "42", False)),
-        *(("٤٢", "42", False), ("42m", "42", False), ("~42", "42", False), ("1/0", "1", False)),
-    ],
-)
-def test_strict_compares_values_not_spellings(answer, truth, correct):
-    verdict = verify(f"Answer: {answer}", truth, rules="strict")
-    assert (verdict.correct, verdict.status) == (correct, "correct" if correct else "wrong")
+@pytest.mark.parametrize(("rules", "response", "truth", "status"), VERDICTS)
+def test_each_rule_has_its_place_for_the_answer_and_compares_values(rules, response, truth, status):
+    verdict = verify(response, truth, rules=rules)
+    assert verdict.correct == (status == "correct")
+    assert status in ("not", verdict.status)
 
 
 # Answers beside the right one, and other spellings of it
@@ -127,44 +188,12 @@ def test_wrong_answers_are_not_rewarded(rules, every, wrong_rewarded, right_refu
     assert (len(wrong), len(refused)) == (wrong_rewarded, right_refused), (wrong, refused)
 
 
-IN_A_FORMULA = r"""
-$-\boxed{5}$|$x \neq \boxed{5}$|$2\boxed{5}$|$\sqrt{\boxed{5}}$|$\frac{\boxed{5}}{2}$|\boxed{5}+1
-$\frac{1}{\boxed{5}}$|$3 \cdot \boxed{5}$|$1/\boxed{5}$|$\boxed{5}^2$|$\boxed{5} \times 10^3$
-\boxed{5}/2|\boxed{5}.5|\boxed{5}\pi|10^{\boxed{5}}|$x > \boxed{5}$|\boxed{5} thousand
-$\boxed{5}$ million dollars|$\boxed{5}\text{ million}$
-"""
-BESIDE_WORDS = r"""
-- $\boxed{5}$|$x = \boxed{5}$|$10 - 5 = \boxed{5}^\circ$|1. \boxed{5}|**\boxed{5}**|${\boxed{5}}$
-So $a+b \geq \boxed{5}$.|$\boxed{5}\%$|-> \boxed{5}|\boxed{5}!|Step 2 --\boxed{5}|$\boxed{5}$.
-\(\Rightarrow\boxed{5}\)|\boxed{5} is the answer|<answer>\boxed{5}</answer>|\fbox{5}
-"""
-
-
-@pytest.mark.parametrize(("responses", "correct"), [(IN_A_FORMULA, False), (BESIDE_WORDS, True)])
-def test_a_box_is_an_answer_unless_it_is_a_part_of_a_formula(responses, correct):
-    for response in responses.strip().replace("\n", "|").split("|"):
-        assert verify(response, "5", rules="math_verify").correct == correct, response
-
-
 SAME_UNITS = r"""
 6 hours|6\text{ hrs}|6\text{ hr.};7 pounds|7\text{ lbs}|7\text{ lb};3 kg|3\text{ kgs}|3 kilograms
 ;7 mph|7\text{ miles per hour}|7\text{ miles/hour};2\text{ ft/sec}|2\text{ feet per second}
 ;7 km/h|7\text{ km/hr}|7\text{ kilometers per hour}|7\text{ kph}
 ;9 years|9\text{ years old}|9\text{ yrs};8\text{ cm}^3|8\text{ cc}|8\text{ cubic centimeters}
 """
-
-
-@pytest.mark.parametrize(
-    ("unit", "same", "other"),
-    [
-        *((" hours", "5 hours", "5 minutes"), (r"\text{ km}$", r"5 \text{ km}", r"5 \text{ m}")),
-        *((" miles per hour.", "5 mph", "5 km/h"), (" square meters", "5 m^2", "5 m")),
-        ("$ in total", "5 cm", "6 in"),
-    ],
-)
-def test_a_unit_behind_a_box_is_the_answers(unit, same, other):
-    for truth, correct in ((same, True), ("5", True), (other, False)):
-        assert verify(rf"$\boxed{{5}}{unit}", truth, rules="math_verify").correct == correct
 
 
 UNITS = r"""
@@ -250,23 +279,6 @@ def test_a_response_of_megabytes_or_of_line_ends_costs_no_more_than_its_tail(rul
     assert time.process_time() - start < 1.0
 
 
-@pytest.mark.parametrize("rules", LOCAL_RULES)
-@pytest.mark.parametrize(
-    ("response", "ground_truth", "status"),
-    [
-        (None, "7", "bad_input"),
-        (r"Answer: \boxed{7}", None, "bad_input"),
-        (r"Answer: \boxed{7}", "7" * (MAX_GROUND_TRUTH_CHARS + 1), "bad_input"),
-        (r"Answer: \boxed{7}", " \n", EMPTY),
-        (r"Answer: \boxed{}", "", EMPTY),
-        ("", "7", "no_answer"),
-    ],
-)
-def test_what_is_missing_is_never_rewarded(rules, response, ground_truth, status):
-    verdict = verify(response, ground_truth, rules=rules)
-    assert (verdict.correct, verdict.status) == (False, status)
-
-
 # Symbolic equivalence
 
 HANGS = "Answer: $(x+y+z+w)^{99}$"  # ten seconds of the library's time
@@ -304,28 +316,6 @@ def _wait_for_the_end_of(pid: int) -> None:
 needs_proc = pytest.mark.skipif(not pathlib.Path("/proc/self/stat").exists(), reason="needs /proc")
 
 
-@pytest.mark.parametrize(
-    ("response", "ground_truth", "status"),
-    [
-        (r"Answer: \frac{2}{4}", "0.5", "correct"),
-        ("Answer: (x+1)^2", "x^2+2x+1", "correct"),
-        (r"So it is $\boxed{42}$.", "42", "correct"),
-        ("So the answer is 42.", "42", "no_answer"),
-        (r"\boxed{41}. So the answer is 42.", "42", "correct"),
-        (r"\boxed{42}. So the answer is 41.", "42", "wrong"),
-        ("Answer:", "42", "empty_answer"),
-        (r"Answer: \frac{2}{", "42", "unreadable_answer"),
-        ("Answer: x^2", r"\frac{x}{", "unreadable_ground_truth"),
-        ("Answer: 9^{9^{9^{9}}}", "42", "too_large"),
-        (None, "42", "bad_input"),
-        ("Answer: \ud800", "42", "unreadable_answer"),
-    ],
-)
-def test_math_verify_rules(symbolic, response, ground_truth, status):
-    verdict = symbolic.verify(response, ground_truth)
-    assert (verdict.correct, verdict.status) == (status == "correct", status)
-
-
 def test_math_verify_agrees_with_the_golden_rows(symbolic, shared):
     r"""Those that do not agree, each given as an answer line unless it has a box:
 
@@ -346,21 +336,6 @@ def test_math_verify_agrees_with_the_golden_rows(symbolic, shared):
     assert len(rows) == 188
     assert sum(verdict.correct == row["expected"] for row, verdict in graded) >= 161
     assert rewarded == ["10, 4, -2"]
-
-
-@pytest.mark.parametrize(
-    ("answer", "truth"),
-    [
-        *((r"\frac{1}{19!}", r"\frac{1}{20!}"), ("e^{-40}", "e^{-41}"), ("0.000001", "0.0000014")),
-        *((r"1-\frac{1}{2^{99}}", r"1-\frac{1}{2^{100}}"), ("x+e^{-40}", "x+e^{-41}")),
-        *((r"-1.6 \times 10^{-19}", r"1.6 \times 10^{-19}"), (r"10^{-30}\pi", r"10^{-31}\pi")),
-        *((r"\sqrt{10^{60}+1}", "10^{30}"), (r"\frac{1}{2^{9998}}", r"\frac{1}{2^{9999}}")),
-    ],
-)
-def test_small_and_large_numbers_are_compared_exactly(symbolic, answer, truth):
-    """The library takes a difference below 1e-17 for none."""
-    assert symbolic.verify(f"Answer: {answer}", truth).status == "wrong"
-    assert symbolic.verify(f"Answer: {answer}+0", answer).correct
 
 
 def test_the_default_pool_serves_verify_from_any_thread(symbolic):
