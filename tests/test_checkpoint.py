@@ -12,19 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import states
 from jax.sharding import NamedSharding, PartitionSpec
 from processes import started
 from runs import contents, saved_steps
-from states import (
-    abstract,
-    assert_bitwise_equal,
-    assert_restored,
-    fail,
-    progress_at,
-    restored,
-    saved,
-    state_at,
-)
+from states import abstract, assert_bitwise_equal, assert_restored, fail, restored, saved, state_at
 
 from dapo_jax.checkpoints import digests
 from dapo_jax.checkpoints.store import Checkpoints, DamagedError
@@ -158,7 +150,7 @@ def test_after_a_fallback_the_run_saves_the_lost_steps_again(folder, monkeypatch
     run.restore_latest(abstract(state_at(0)), report=lambda message: None)
     assert saved_steps(folder) == [1, 2]
     assert contents(folder / "damaged.3.0") == broken
-    assert run.save(3, state_at(3), progress_at(3))
+    assert run.save(3, state_at(3), states.progress_at(3))
     run.close()
     assert_restored(restored(folder), 3)
 
@@ -228,36 +220,31 @@ def test_a_storage_that_fails_for_a_while_costs_no_checkpoint(
 
 
 # As the first version wrote them: older checkpoints verify.
-ARRAYS = {
-    "count": (np.int32(-5), "00000000fffffffb"),
-    "half": ((np.arange(24).reshape(2, 3, 4) / 7 - 1).astype(jnp.bfloat16), "0345392cfe7ab311"),
-    "float": (np.arange(35, dtype=np.float32).reshape(5, 7) / 3 - 4, "01c97d7b3aa41192"),
-    "long": (np.arange(70_000, dtype=np.int32) * 1664525, "12b374290e566d64"),
-}
+ARRAYS = [
+    (np.int32(-5), "00000000fffffffb"),
+    ((np.arange(24).reshape(2, 3, 4) / 7 - 1).astype(jnp.bfloat16), "0345392cfe7ab311"),
+    (np.arange(35, dtype=np.float32).reshape(5, 7) / 3 - 4, "01c97d7b3aa41192"),
+    (np.arange(70_000, dtype=np.int32) * 1664525, "12b374290e566d64"),
+]
 
 
 def digest_of(array) -> str:
     return digests.described({"a": jnp.asarray(array)})["a"][1]
 
 
-def test_digests_are_what_they_were_and_the_same_on_any_mesh():
-    assert {name: digest_of(array) for name, (array, _) in ARRAYS.items()} == {
-        name: digest for name, (_, digest) in ARRAYS.items()
-    }
+def test_digests_are_what_they_were_the_same_on_any_mesh_and_see_what_is_exchanged():
+    for array, digest in ARRAYS:
+        assert digest_of(array) == digest
     array = np.random.default_rng(0).normal(size=(8, 12, 20)).astype(np.float32)
     for data, model in ((4, 1), (2, 2)):
         mesh = make_mesh(data=data, model=model)
         for spec in (PartitionSpec("model", "data"), PartitionSpec(None, None, "data")):
             placed = jax.device_put(array, NamedSharding(mesh, spec))
             assert digest_of(placed) == digest_of(array)
-
-
-def test_a_digest_changes_where_signs_or_rows_are_exchanged():
-    """Sums of 32 bits would not see two signs: their highest bits cancel."""
-    array = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
+    # Sums of 32 bits would not see two signs: their highest bits cancel.
     signs = array.copy()
-    signs[[3, 40], [5, 6]] *= -1
-    assert len({*map(digest_of, [array, signs, array[::-1], array.T])}) == 4
+    signs[3, [4, 5], 6] *= -1
+    assert len({*map(digest_of, [array, signs, array[::-1], array[:, ::-1]])}) == 4
 
 
 def group_of(logp=(-1.5, -0.25), correct=True, tokens=(3, 7)) -> Group:

@@ -119,8 +119,9 @@ def holding(folder: pathlib.Path):
         yield process
 
 
-def test_a_second_run_is_refused_and_touches_nothing_and_a_killed_ones_lock_is_free(tmp_path):
-    """Also while the first one is stopped. Its half file is replaced."""
+def test_a_second_run_touches_nothing_and_a_killed_ones_lock_is_free(tmp_path, record_property):
+    """Refused also while the first one is stopped. The killed one's half file is replaced."""
+    record_property("faults", 3)
     with holding(tmp_path) as process:
         for number in (signal.SIGSTOP, signal.SIGKILL):
             files = set(tmp_path.rglob("*"))

@@ -30,14 +30,9 @@ NOT_FINITE = (np.nan, np.inf, -np.inf)
 WEIGHTS = "model.safetensors"
 # What no device can compute with, and a rate at which every weight would be replaced.
 REFUSED = (
-    ("learner.learning_rate", 1e39),
-    ("learner.learning_rate", 1e6),
-    ("learner.learning_rate", np.nan),
-    ("learner.adam_eps", 1e-50),
-    ("learner.max_grad_norm", 1e39),
-    ("learner.weight_decay", 1e39),
-    ("rollout.temperature", 1e-42),
-    ("algo.overlong_factor", 1e39),
+    *(("learner.learning_rate", value) for value in (1e39, 1e6, np.nan)),
+    *(("learner.max_grad_norm", 1e39), ("learner.weight_decay", 1e39), ("learner.adam_eps", 1e-50)),
+    *(("rollout.temperature", 1e-42), ("algo.overlong_factor", 1e39)),
 )
 # What is allowed and absurd.
 ABSURD = (
@@ -105,15 +100,15 @@ def test_a_number_in_a_start_model_is_refused(seed, lora_rank, config, tmp_path)
 @pytest.mark.parametrize("seed", cases(1, 10))
 def test_a_number_in_a_checkpoint_is_refused_by_its_name(seed, config, tmp_path):
     """One that is whole otherwise."""
-    rng, built = np.random.default_rng(seed), programs(config)
-    leaves, structure = jax.tree.flatten(built.state)
-    names, arrays = [*learner.named(built.state)], [np.ones(a.shape, a.dtype) for a in leaves]
+    rng, state = np.random.default_rng(seed), programs(config).state
+    leaves, structure = jax.tree.flatten(state)
+    names, arrays = [*learner.named(state)], [np.ones(a.shape, a.dtype) for a in leaves]
     i = int(rng.choice([i for i, leaf in enumerate(leaves) if leaf.ndim > 0]))
     arrays[i].reshape(-1)[rng.integers(arrays[i].size)] = NOT_FINITE[seed % 3]
     placed = hosts.place(arrays, [leaf.sharding for leaf in leaves])
     row = {"step": 0, "groups/informative": 4, "groups/sampled": 8}
-    progress = {"cursor": 8, "sampled_tokens_total": 1, "row": row}
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=None)
+    progress = {"cursor": 8, "sampled_tokens_total": 1, "row": row}
     checkpoints.save(1, jax.tree.unflatten(structure, placed), progress)
     checkpoints.close()
     assert_refused(config, tmp_path, names[i], saved=["1"])

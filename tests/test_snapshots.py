@@ -59,10 +59,8 @@ class Full(Checkpoints):
 
 
 def test_a_failed_save_is_raised_in_the_run(tmp_path):
-    with (
-        pytest.raises(OSError, match="No space left"),
-        snapshots(tmp_path, every_steps=1, of=Full) as run,
-    ):
+    run = snapshots(tmp_path, every_steps=1, of=Full)
+    with pytest.raises(OSError, match="No space left"), run:
         for step in range(1, 100):
             take(run, step, STATE)
 

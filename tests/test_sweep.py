@@ -50,9 +50,6 @@ def test_rows_come_back_rounded_without_the_machines_paths(tmp_path):
     assert path.read_bytes() == before, "what was read is written as it was"
 
 
-A_S, B_S = np.array([3.0, 5.0, 4.0, 8.0]), np.array([1.0, 4.0, 2.0, 6.0])
-
-
 def test_intervals_and_p_values_are_scipys():
     rng = np.random.default_rng(0)
     for n in (2, 5, 9, 30):
@@ -72,8 +69,8 @@ def test_intervals_and_p_values_are_scipys():
 
 def test_the_pooled_interval_has_the_residual_of_all_arms():
     """With two arms it is the paired one; a third, that scatters, widens it."""
-    two = statistics.pooled_interval([A_S, B_S], 0, 1)
-    paired = statistics.paired_interval(A_S, B_S)
+    a_S, b_S = np.array([3.0, 5.0, 4.0, 8.0]), np.array([1.0, 4.0, 2.0, 6.0])
+    two, paired = statistics.pooled_interval([a_S, b_S], 0, 1), statistics.paired_interval(a_S, b_S)
     assert (two.low, two.high, two.p) == pytest.approx((paired.low, paired.high, paired.p))
     # Of two seeds an arm's residuals are half of its slope less the mean slope, up and down.
     value_AS = np.array([[3.0, 5.0], [1.0, 4.0], [2.0, 0.0]])
