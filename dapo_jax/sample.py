@@ -31,7 +31,6 @@ from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.setup import auto_sizes, components, policy
 from dapo_jax.setup.policy import Policy
-from dapo_jax.tasks.base import turns_of
 from dapo_jax.tasks.environments import Factory
 from dapo_jax.tasks.math_problems import TEMPLATES_OF
 from dapo_jax.tasks.readers import templated
@@ -86,7 +85,7 @@ def shown(response: Response, tokenizer: Tokenizer) -> str:
     counts = ", ".join(f"{name} {value:g}" for name, value in response.measures.items())
     verdict = response.verdict
     reward = f"{verdict.status}, reward {verdict.score:g}" if verdict else "no reward of its own"
-    return f"{conversation(turns_of(response, tokenizer))}\n[end] {reward}; {counts}"
+    return f"{conversation(response.turns)}\n[end] {reward}; {counts}"
 
 
 def load(prompt: str | None, *, n: int) -> tuple[Policy, Callable, Environments | None]:

@@ -452,7 +452,8 @@ class Session:
                 self._scheduler.resume(number, sample, first_tokens=first)
                 continue
             stopped = response.stopped and not answer.is_cut
-            ended = {"verdict": answer.verdict, "measures": answer.measures}
+            of_episode = ("verdict", "measures", "turns")
+            ended = {name: getattr(answer, name) for name in of_episode}
             response = dataclasses.replace(response, stopped=stopped, **ended)
             self._scheduler.end(number, sample)
             finished += self._ended(number, sample, response)
