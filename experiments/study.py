@@ -43,7 +43,7 @@ CLIPPED = tuple(
 )
 ALPHA = 1 - statistics.CONFIDENCE
 POST_HOC = "post hoc"  # asked when the runs were there, to explain them
-HOW_TO_READ = "../README.md#how-to-read-a-result"
+HOW_TO_READ = "[how to read it](../README.md#how-to-read-a-result)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,9 +234,7 @@ def _means(
     varied = [row for row in rows if not row[2:] or set(row[2:]) != {row[1]}]
     counts = {arm: len(of_seed) for arm, of_seed in arms.items()}
     heads = [arm if n == len(study.seeds) else f"{arm} ({n} seeds)" for arm, n in counts.items()]
-    said = (
-        f"Mean ± standard deviation over {len(study.seeds)} seeds; [how to read it]({HOW_TO_READ})."
-    )
+    said = f"Mean ± standard deviation over {len(study.seeds)} seeds; {HOW_TO_READ}."
     lines = [said, "", *table(["", *heads], varied)]
     return lines + ["", f"In every arm: {', '.join(alike)}."] * bool(alike)
 
