@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dapo_jax.process import hosts
 from dapo_jax.tasks.environments import EnvironmentFailed, Episode, Factory, replayed
 from dapo_jax.tasks.tokenizer import Tokenizer
 from dapo_jax.types import Message, Prompt, Response, Verdict
-from sharding import hosts
 
 ATTEMPTS = 3
 Where = tuple[int, int]  # the session's number of a group, and the sample

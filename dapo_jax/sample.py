@@ -27,6 +27,7 @@ from configs import any_model
 from dapo_jax.cli import command
 from dapo_jax.episodes import Environments
 from dapo_jax.printable import conversation, printable_lines
+from dapo_jax.process import hosts
 from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.setup import auto_sizes, components, policy
@@ -36,7 +37,6 @@ from dapo_jax.tasks.math_problems import TEMPLATES_OF
 from dapo_jax.tasks.readers import templated
 from dapo_jax.tasks.tokenizer import Tokenizer
 from dapo_jax.types import Example, Prompt, Response
-from sharding import hosts
 
 TALK_TOKENS = 1_024  # of a typed question, and of an answer, at most
 PAGE_TOKENS = 128

@@ -27,9 +27,9 @@ from dapo_jax.cli import command, config_flags
 from dapo_jax.evaluation import Evaluation, settings_of
 from dapo_jax.logs import alarms, metrics
 from dapo_jax.logs.files import json_digest
+from dapo_jax.process import hosts
 from dapo_jax.sampler.session import Session
 from dapo_jax.setup import components, dry_run, start
-from sharding import hosts
 
 
 def train(config, workdir: pathlib.Path, parent=None, profile: int | None = None) -> None:

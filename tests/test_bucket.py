@@ -23,7 +23,7 @@ from test_checkpoint import abstract, assert_bitwise_equal, fail, state_at
 from test_hf import UNTIED, assert_same, random_params
 
 from dapo_jax.checkpoints.store import Checkpoints
-from dapo_jax.cli import failures
+from dapo_jax.process import failures
 from dapo_jax.tasks.math_problems import MathProblems
 from dapo_jax.tasks.tokenizer import load_tokenizer
 from models import load_hf, save_hf

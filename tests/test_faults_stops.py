@@ -22,7 +22,7 @@ import saved_steps
 from conftest import FULL
 from processes import started, wait_for
 
-from sharding import hosts
+from dapo_jax.process import hosts
 
 pytestmark = pytest.mark.faults
 SECONDS = 15  # from the fault to the end of all processes that can end

@@ -14,8 +14,8 @@ from small_config import get_config
 
 from dapo_jax import hub
 from dapo_jax.checkpoints import fingerprint
-from dapo_jax.cli import failures
 from dapo_jax.logs.files import read_json
+from dapo_jax.process import failures
 from dapo_jax.setup import components, dry_run
 
 CHECKPOINT = ROOT / "experiments/tiny_base/checkpoint"

@@ -15,9 +15,8 @@ from dapo_jax.checkpoints import digests
 from dapo_jax.checkpoints.progress import Progress
 from dapo_jax.checkpoints.snapshots import HOST_MEMORY, Snapshots, host_copy
 from dapo_jax.checkpoints.store import Checkpoints
-from dapo_jax.cli import signals
-from sharding import hosts
-from sharding.hosts import RETRYABLE
+from dapo_jax.process import hosts, signals
+from dapo_jax.process.hosts import RETRYABLE
 
 
 def take(run: Snapshots, step: int, state, *, cursor: int = 0, force: bool = False) -> None:
@@ -154,7 +153,7 @@ import sys
 import numpy as np
 from dapo_jax.checkpoints.store import Checkpoints
 from dapo_jax.cli import command
-from sharding import hosts, rules
+from sharding import rules
 from sharding.mesh import make_mesh
 folder, failing = sys.argv[1:]
 del sys.argv[1:]
