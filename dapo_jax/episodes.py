@@ -10,6 +10,7 @@ answered alike; after ATTEMPTS the run stops with the row and the conversation.
 """
 
 import dataclasses
+import itertools
 import operator
 import queue
 import threading
@@ -18,10 +19,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dapo_jax.process import hosts
 from dapo_jax.tasks.environments import EnvironmentFailed, Episode, Factory, replayed
 from dapo_jax.tasks.tokenizer import Tokenizer
 from dapo_jax.types import Message, Prompt, Response, Verdict
-from sharding import hosts
 
 ATTEMPTS = 3
 Where = tuple[int, int]  # the session's number of a group, and the sample
@@ -30,12 +31,14 @@ Where = tuple[int, int]  # the session's number of a group, and the sample
 class Answer(NamedTuple):
     """What an environment says to a turn: tokens to go on with, or with none the episode's end.
 
-    verdict: None where the task grades the last turn. is_cut: whether there was no room to go on.
+    verdict: None where the task grades the last turn. turns: all that both sides said. is_cut:
+    whether there was no room to go on.
     """
 
     tokens: Sequence[int] = ()
     verdict: Verdict | None = None
     measures: Mapping[str, float] | None = None
+    turns: Sequence[Message] = ()
     is_cut: bool = False
 
 
@@ -46,6 +49,14 @@ class _Played:
     episode: Episode | None = None
     turns: list[str] = dataclasses.field(default_factory=list)
     answers: list[list[Message]] = dataclasses.field(default_factory=list)
+
+    def conversation(self) -> list[Message]:
+        """Lists what both sides said, in turn."""
+        said = []
+        for text, answer in itertools.zip_longest(self.turns, self.answers, fillvalue=()):
+            said.append({"role": "assistant", "content": text})
+            said += [{"role": "environment", "content": it["content"]} for it in answer]
+        return said
 
 
 class Environments:
@@ -140,4 +151,5 @@ class Environments:
         self._played.pop(where, None)
         measures["turns"] = float(len(played.turns))
         measures["environment_tokens"] = float(np.sum(~response.sampled_T))
-        return Answer(verdict=verdict, measures=measures, is_cut=is_cut)
+        said = played.conversation()
+        return Answer(verdict=verdict, measures=measures, turns=said, is_cut=is_cut)

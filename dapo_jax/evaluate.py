@@ -26,12 +26,12 @@ from dapo_jax.evaluation import Evaluation, settings_of
 from dapo_jax.logs import record
 from dapo_jax.logs.display import evaluation_line
 from dapo_jax.logs.files import read_json
+from dapo_jax.process import hosts
 from dapo_jax.sampler.session import Session
 from dapo_jax.setup import auto_sizes, components, policy
 from dapo_jax.tasks.base import BUILT_IN
 from dapo_jax.tasks.readers import KINDS
 from dapo_jax.tasks.tokenizer import Tokenizer
-from sharding import hosts
 
 # The config of a model that comes without one, and this command's flags of it: (key, help).
 ANY_MODEL = str(config_flags.ROOT / "configs" / "any_model.py")

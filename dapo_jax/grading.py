@@ -8,8 +8,8 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
+from dapo_jax.process import hosts
 from dapo_jax.types import Group
-from sharding import hosts
 
 # One thread for all: no task is asked by two at once.
 _GRADER = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="grader")

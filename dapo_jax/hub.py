@@ -16,9 +16,9 @@ from collections.abc import Iterator, Mapping
 from ml_collections import ConfigDict
 
 from configs.base import eval_settings, mixture_settings
-from dapo_jax.cli.failures import brief
+from dapo_jax.process import hosts
+from dapo_jax.process.failures import brief
 from dapo_jax.tasks import tokenizer
-from sharding import hosts
 
 _REPO = r"(?P<repo>[a-zA-Z0-9][\w.-]*/[a-zA-Z0-9][\w.-]*)"
 MODEL = re.compile(rf"(?:hf://)?{_REPO}(?:@(?P<revision>.+))?(?P<file>)", re.ASCII)

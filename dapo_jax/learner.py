@@ -21,12 +21,13 @@ from dapo_jax.algorithm import importance_ratio, token_weights
 from dapo_jax.logprobs import chosen_logprobs, head_loss, head_loss_of_rows
 from dapo_jax.losses import high_covariance, token_loss
 from dapo_jax.packing import into_micro_batches, pack
+from dapo_jax.process import hosts
 from dapo_jax.types import Batch, Group
 from models.kernels import Kernels
 from models.lora import Lora, adapted, beside
 from models.parameters import param_axes
 from models.precision import Weights, products_in
-from sharding import hosts, rules
+from sharding import rules
 
 ROW_MULTIPLE, LONG_ROW = 64, 1_024  # what is chosen of a row's length is in multiples of one
 jax.tree_util.register_dataclass(Batch)

@@ -27,17 +27,16 @@ from configs import any_model
 from dapo_jax.cli import command
 from dapo_jax.episodes import Environments
 from dapo_jax.printable import conversation, printable_lines
+from dapo_jax.process import hosts
 from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.setup import auto_sizes, components, policy
 from dapo_jax.setup.policy import Policy
-from dapo_jax.tasks.base import turns_of
 from dapo_jax.tasks.environments import Factory
 from dapo_jax.tasks.math_problems import TEMPLATES_OF
 from dapo_jax.tasks.readers import templated
 from dapo_jax.tasks.tokenizer import Tokenizer
 from dapo_jax.types import Example, Prompt, Response
-from sharding import hosts
 
 TALK_TOKENS = 1_024  # of a typed question, and of an answer, at most
 PAGE_TOKENS = 128
@@ -86,7 +85,7 @@ def shown(response: Response, tokenizer: Tokenizer) -> str:
     counts = ", ".join(f"{name} {value:g}" for name, value in response.measures.items())
     verdict = response.verdict
     reward = f"{verdict.status}, reward {verdict.score:g}" if verdict else "no reward of its own"
-    return f"{conversation(turns_of(response, tokenizer))}\n[end] {reward}; {counts}"
+    return f"{conversation(response.turns)}\n[end] {reward}; {counts}"
 
 
 def load(prompt: str | None, *, n: int) -> tuple[Policy, Callable, Environments | None]:

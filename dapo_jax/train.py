@@ -27,9 +27,9 @@ from dapo_jax.cli import command, config_flags
 from dapo_jax.evaluation import Evaluation, settings_of
 from dapo_jax.logs import alarms, metrics
 from dapo_jax.logs.files import json_digest
+from dapo_jax.process import hosts
 from dapo_jax.sampler.session import Session
 from dapo_jax.setup import components, dry_run, start
-from sharding import hosts
 
 
 def train(config, workdir: pathlib.Path, parent=None, profile: int | None = None) -> None:
@@ -47,23 +47,27 @@ def train(config, workdir: pathlib.Path, parent=None, profile: int | None = None
             raise ValueError(f"--profile={profile}: that step is done; the next is {run.step}")
         if run.step == run.begin_step and run.sets and not run.evaluates_in(run.step):
             evaluate_alone(run, state, run.step)  # a fork: all have a first point
+        session = None  # of partial rollouts: it goes on in the next step
         for step in range(run.step, config.num_steps):
             folder = workdir / "profile" / str(hosts.number() or "")
             with jax.profiler.trace(folder) if step == profile else contextlib.nullcontext():
-                state, progress, stopped = rl_step(run, step, state, progress)
+                state, progress, session, stopped = rl_step(run, step, state, progress, session)
             if stopped:
                 raise SystemExit(stopped)
     return conclude(workdir)
 
 
-def rl_step(run: start.Run, step: int, state: learner.TrainState, progress: Progress):
-    """Takes one RL step: (state, progress, the message to stop with or None)."""
+def rl_step(run: start.Run, step: int, state: learner.TrainState, progress: Progress, session):
+    """Takes one RL step: (state, progress, session, the message to stop with or None).
+
+    session: of the step before, whose partial rollouts keep their keys and values; else None.
+    """
     watch = metrics.Stopwatch(jax.profiler.TraceAnnotation)
 
     # Groups are sampled and graded until enough are informative (dynamic sampling, Eq. 11).
-    rollouts, scores, session = sample(run, step, state, progress, watch)
+    rollouts, scores, session = sample(run, step, state, progress, session, watch)
     if stopped := at_generation_cap(run, step, rollouts):
-        return state, dataclasses.replace(progress, session=None), stopped
+        return state, progress, None, stopped
 
     reward_PG = reward(run.config, rollouts)  # correctness (Eq. 7) and length (Eq. 13)
     advantage_PG = advantage(run.config, rollouts, reward_PG)  # inside each group (Eq. 9)
@@ -78,7 +82,7 @@ def rl_step(run: start.Run, step: int, state: learner.TrainState, progress: Prog
     return finish(run, done, state, progress, session, watch)
 
 
-def sample(run: start.Run, step: int, state, progress: Progress, watch: metrics.Stopwatch):
+def sample(run: start.Run, step: int, state, progress: Progress, session, watch):
     """Samples and grades one step's groups (Eq. 11), and beside them an evaluation that is due.
 
     Returns (the rollouts, the scores as keys of a metrics row, the session of partial rollouts).
@@ -86,7 +90,7 @@ def sample(run: start.Run, step: int, state, progress: Progress, watch: metrics.
     which fill the slots that they leave.
     """
     r, weights = run.config.rollout, run.sampler_weights(state.params)
-    if session := progress.session:
+    if session:
         session.resume(weights)
     else:
         session = new_session(run, weights)
@@ -183,7 +187,7 @@ def finish(
     session: Session | None,
     watch: metrics.Stopwatch,
 ):
-    """Keeps the books of a step whose updates are taken: (state, progress, why to stop or None).
+    """Keeps the books of a step whose updates are taken; returns what `rl_step` does.
 
     The order, by which rows and checkpoints agree after a kill at any instant:
 
@@ -219,12 +223,12 @@ def finish(
         found[step + 1] = evaluate_alone(run, state, step + 1)
 
     scores = with_scores(progress.scores, found, run)
-    progress = Progress(rollouts.cursor, tokens, row, rollouts.partial, scores, session)
+    progress = Progress(rollouts.cursor, tokens, row, rollouts.partial, scores)
     if resumable:
         run.snapshots.take(step + 1, state, progress, arrays, force=ends or bool(stopped))
 
     run.record.step(row, rollouts, done.reward_PG)
-    return state, progress, stopped
+    return state, progress, session, stopped
 
 
 def with_scores(scores: Mapping, found: Mapping[int, Mapping], run: start.Run) -> dict:

@@ -78,7 +78,7 @@ class Response:
     None: there are none. route_TLA uint8: the experts that each token was sent to in each layer,
     those of the prompt but for its last token first; entry by entry what packing.py has of both.
     None: the model has no experts. measures: of the episode, as `Verdict.measures`. turns: what its
-    sides said, once it is graded.
+    sides said.
     """
 
     tokens_T: np.ndarray
@@ -130,24 +130,16 @@ class Group:
     responses: tuple[Response, ...]
     stream: int = 0
 
-    def graded(
-        self, texts: Sequence[str], verdicts: Sequence[Verdict], turns: Sequence | None = None
-    ) -> "Group":
-        """The group with a text, a verdict and, of an episode, the turns of each response."""
-        found = zip(self.responses, texts, verdicts, turns or [None] * len(texts), strict=True)
-        return dataclasses.replace(
-            self,
-            responses=tuple(
-                dataclasses.replace(r, text=t, verdict=v, turns=said) for r, t, v, said in found
-            ),
-        )
+    def graded(self, texts: Sequence[str], verdicts: Sequence[Verdict]) -> "Group":
+        """The group with a text and a verdict of each response."""
+        found = zip(self.responses, texts, verdicts, strict=True)
+        responses = (dataclasses.replace(r, text=t, verdict=v) for r, t, v in found)
+        return dataclasses.replace(self, responses=tuple(responses))
 
     @property
-    def grades(self) -> tuple[list, list, list]:
-        """The texts, verdicts and turns of graded responses."""
-        return tuple(
-            [getattr(r, of) for r in self.responses] for of in ("text", "verdict", "turns")
-        )
+    def grades(self) -> tuple[list[str], list[Verdict]]:
+        """The texts and verdicts of graded responses."""
+        return [it.text for it in self.responses], [it.verdict for it in self.responses]
 
     @property
     def length_G(self) -> np.ndarray:

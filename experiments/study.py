@@ -43,15 +43,7 @@ CLIPPED = tuple(
 )
 ALPHA = 1 - statistics.CONFIDENCE
 POST_HOC = "post hoc"  # asked when the runs were there, to explain them
-NOTE = """\
-Paired: Student's 95 % interval of the differences of runs of one seed. Pooled: the same with the
-residual of all arms that have all seeds (two-way analysis of variance, arm and seed), which takes
-these arms to scatter alike; with two arms it is the paired one. p: of the pooled difference, after
-Holm's correction for the number of predictions ({predictions}); post hoc for that of all rows
-({rows}), though more may have been looked at. A prediction is confirmed or refuted, and a post hoc
-row significant, where p < 0.05 and the paired interval excludes zero. Not significant is not equal:
-the intervals give what is excluded. All runs have the same start policy and held-out problems: no
-interval has the spread over others."""
+HOW_TO_READ = "[how to read it](../README.md#how-to-read-a-result)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,9 +57,8 @@ class Claim:
 
     @property
     def text(self) -> str:
-        """The prediction in words."""
-        where = "above" if self.sign > 0 else "below"
-        return f"{self.quantity.name}: {self.arm} {where} {self.than}"
+        """The prediction in words, behind its quantity."""
+        return f"{self.arm} {'above' if self.sign > 0 else 'below'} {self.than}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,51 +191,67 @@ def verdict(claim: Claim, paired: Interval, p: float, words=("confirmed", "refut
 
 
 def result(study: Study, runs: Mapping[str, Run]) -> str:
-    """The study's tables as Markdown: each arm's quantities, each claim with its intervals."""
+    """The study's tables as Markdown: each arm's quantities, each claim with its interval."""
     kept, missing = study.finished(runs)
     arms = by_arm(kept)
     lines = [f"# {study.title}", ""]
     if missing:
         lines += [f"Missing: {'; '.join(missing)}.", ""]
-    lines += ["Mean ± standard deviation over the seeds.", ""]
-    names = {quantity.name for quantity in study.quantities}
-    given = [quantity for quantity in compare.WORK if quantity.name not in names]
-    columns = [*study.quantities, *compare.known(given, kept)]
-    lines += compare.table(
-        ["arm", "seeds", *(quantity.name for quantity in columns)],
-        [
-            [arm, str(len(found)), *(compare.spread_text(q, values(q, found)) for q in columns)]
-            for arm, found in arms.items()
-        ],
-    )
+    lines += _means(study, arms, kept)
     seeds, claims = len(study.seeds), [*study.claims, *study.post_hoc]
     pooled = [_pooled(claim, arms, seeds) for claim in claims]
     trend_p = [trend.p(arms, seeds) for trend in study.trends]
     n = len(study.claims)
     of_all = statistics.holm([*(interval.p for interval in pooled), *trend_p])
-    held = [*statistics.holm([interval.p for interval in pooled[:n]]), *of_all[n:]]
-    words = [("confirmed", "refuted")] * n + [("significant", "significant, reversed")] * len(
-        claims
-    )
-    rows = [
-        _judged(claim, arms, interval, p, words[i])
-        for i, (claim, interval, p) in enumerate(zip(claims, pooled, held, strict=False))
-    ]
+    held = [*statistics.holm([interval.p for interval in pooled[:n]]), *of_all[n : len(claims)]]
+    words = [("confirmed", "refuted")] * n
+    words += [("significant", "significant, reversed")] * len(study.post_hoc)
+    rows = [_judged(*claim, arms) for claim in zip(claims, held, words, strict=True)]
+    heads = ["difference, paired by seed", "p, Holm", "verdict"]
     for head, part in (("prediction", rows[:n]), (POST_HOC, rows[n:])):
         if part:
-            heads = [head, "pairs", "difference", "paired by seed", "pooled", "p, Holm", "verdict"]
-            lines += ["", *compare.table(heads, part)]
+            lines += ["", *table(["quantity", head, *heads], said_once(part))]
     if study.trends:
-        heads = [f"trend, {POST_HOC}", "from", "to", "p, Page", "p, Holm"]
-        held = of_all[len(claims) :]
         rows = [
-            [trend.quantity.name, trend.arms[0], trend.arms[-1], p_text(p), p_text(by_holm)]
-            for trend, p, by_holm in zip(study.trends, trend_p, held, strict=True)
+            [trend.quantity.name, f"{trend.arms[0]} to {trend.arms[-1]}", p_text(p), p_text(holm)]
+            for trend, p, holm in zip(study.trends, trend_p, of_all[len(claims) :], strict=True)
         ]
-        lines += ["", *compare.table(heads, rows)]
-    if claims:
-        lines += ["", NOTE.format(predictions=n, rows=len(of_all))]
+        lines += ["", *table(["quantity", f"trend, {POST_HOC}", "p, Page", "p, Holm"], rows)]
     return "\n".join([*lines, "", _origin(kept), ""])
+
+
+def _means(
+    study: Study, arms: Mapping[str, Mapping[int, Run]], runs: Mapping[str, Run]
+) -> list[str]:
+    """Lines: a row for each quantity, a column for each arm; at last what all arms have alike."""
+    names = {quantity.name for quantity in study.quantities}
+    given = [quantity for quantity in compare.WORK if quantity.name not in names]
+    rows = [
+        [q.name, *(compare.spread_text(q, values(q, of_seed)) for of_seed in arms.values())]
+        for q in (*study.quantities, *compare.known(given, runs))
+    ]
+    alike = [f"{name} {one}" for name, one, *more in rows if more and set(more) == {one}]
+    varied = [row for row in rows if not row[2:] or set(row[2:]) != {row[1]}]
+    counts = {arm: len(of_seed) for arm, of_seed in arms.items()}
+    heads = [arm if n == len(study.seeds) else f"{arm} ({n} seeds)" for arm, n in counts.items()]
+    said = f"Mean ± standard deviation over {len(study.seeds)} seeds; {HOW_TO_READ}."
+    lines = [said, "", *table(["", *heads], varied)]
+    return lines + ["", f"In every arm: {', '.join(alike)}."] * bool(alike)
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a Markdown table."""
+    lines = ["|" + "|".join(cells) + "|" for cells in (heads, *rows)]
+    return [lines[0], "|" + "---|" * len(heads), *lines[1:]]
+
+
+def said_once(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Leaves a row's first cell empty where it repeats that of the row before."""
+    above = [None, *(first for first, *_ in rows[:-1])]
+    return [
+        ["" if row[0] == before else row[0], *row[1:]]
+        for before, row in zip(above, rows, strict=True)
+    ]
 
 
 def p_text(p: float) -> str:
@@ -262,18 +269,15 @@ def _pooled(claim: Claim, arms: Mapping[str, Mapping[int, Run]], seeds: int) -> 
     return statistics.pooled_interval(value_AS, whole.index(claim.arm), whole.index(claim.than))
 
 
-def _judged(
-    claim: Claim, arms: Mapping[str, Mapping[int, Run]], pooled: Interval, p: float, words
-) -> list[str]:
+def _judged(claim: Claim, p: float, words, arms: Mapping[str, Mapping[int, Run]]) -> list[str]:
     """The cells of a claim."""
     ours, theirs = (values(claim.quantity, arms.get(a, {})) for a in (claim.arm, claim.than))
-    pairs, found = compare.paired(ours, theirs)
+    _, found = compare.paired(ours, theirs)
+    difference = compare.signed(claim.quantity, found.difference)
     return [
+        claim.quantity.name,
         claim.text,
-        str(pairs),
-        compare.signed(claim.quantity, found.difference),
-        compare.interval_text(claim.quantity, found),
-        compare.interval_text(claim.quantity, pooled),
+        f"{difference} {compare.interval_text(claim.quantity, found)}",
         p_text(p),
         verdict(claim, found, p, words),
     ]

@@ -1,1 +1,1 @@
-"""The device mesh, the table of sharding rules, and the processes."""
+"""The device mesh and the table of sharding rules."""

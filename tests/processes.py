@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-from sharding import hosts
+from dapo_jax.process import hosts
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FIRST_PORT, LAST_PORT = 20_000, 30_000  # below those that the kernel gives to connections

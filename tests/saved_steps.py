@@ -3,7 +3,7 @@
     python tests/saved_steps.py FOLDER PHASE
 
 Each step is a real computation over the devices of all processes, which the environment tells of
-(sharding.hosts). After STEP steps the phase begins: it says so and lasts until the process ends.
+(process/hosts.py). After STEP steps the phase begins: it says so and lasts until the process ends.
 """
 
 import ctypes
@@ -21,8 +21,8 @@ from dapo_jax.checkpoints import digests
 from dapo_jax.checkpoints.progress import Progress
 from dapo_jax.checkpoints.snapshots import Snapshots
 from dapo_jax.checkpoints.store import Checkpoints
-from dapo_jax.cli import signals
-from sharding import hosts, rules
+from dapo_jax.process import hosts, signals
+from sharding import rules
 from sharding.mesh import make_mesh
 
 PHASES = ("starting", "compiling", "reducing", "waiting", "saving")

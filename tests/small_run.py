@@ -2,8 +2,8 @@
 
     python tests/small_run.py DIR DEVICES STEPS [START] [CHECKPOINTS]
 
-DEVICES are those of all processes, which the environment tells of (sharding.hosts). START: --start.
-CHECKPOINTS: checkpoint.directory.
+DEVICES are those of all processes, which the environment tells of (process/hosts.py).
+START: --start. CHECKPOINTS: checkpoint.directory.
 """
 
 import os
@@ -17,8 +17,8 @@ from small_config import get_config
 from dapo_jax import train
 from dapo_jax.checkpoints.fingerprint import Parent
 from dapo_jax.cli import command
+from dapo_jax.process import hosts
 from dapo_jax.sampler import cache
-from sharding import hosts
 
 
 def main(workdir: str, devices: str, steps: str, start: str = "", checkpoints: str = "") -> None:

@@ -19,7 +19,7 @@ from bucket import Fault, bucket, flip, folders
 from processes import ROOT, ran, started
 from states import assert_bitwise_equal, assert_restored, progress_at, restored, saved, state_at
 
-from dapo_jax.cli import failures
+from dapo_jax.process import failures
 from dapo_jax.tasks.math_problems import MathProblems
 from dapo_jax.tasks.tokenizer import load_tokenizer
 from models import load_hf, save_hf

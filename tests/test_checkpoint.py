@@ -20,11 +20,11 @@ from states import abstract, assert_bitwise_equal, assert_restored, fail, restor
 
 from dapo_jax.checkpoints import digests
 from dapo_jax.checkpoints.store import Checkpoints, DamagedError
-from dapo_jax.cli.failures import explain
 from dapo_jax.logs.metrics import LOGP, TOKENS, VERDICTS
 from dapo_jax.logs.record import sample_digests
+from dapo_jax.process.failures import explain
+from dapo_jax.process.hosts import RETRYABLE
 from dapo_jax.types import Group, Response, Verdict
-from sharding.hosts import RETRYABLE
 from sharding.mesh import make_mesh
 
 # Orbax abandons its other reads when one fails, and Python tells of them as they are collected.
@@ -276,7 +276,7 @@ from types import SimpleNamespace
 from dapo_jax.checkpoints import fingerprint
 from dapo_jax.types import Example, Prompt
 from small_config import get_config
-from sharding import hosts
+from dapo_jax.process import hosts
 hosts.start(several=True, cpu_devices=2)
 def tried(answer):
     example = Example(({"role": "user", "content": "?"},), answer, "file", 0)

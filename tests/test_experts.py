@@ -20,6 +20,7 @@ from configs import base
 from dapo_jax import learner
 from dapo_jax.checkpoints.progress import Progress
 from dapo_jax.convert import convert
+from dapo_jax.process import hosts
 from dapo_jax.sampler import cache as cache_module
 from dapo_jax.sampler import plan
 from dapo_jax.setup import components
@@ -31,7 +32,7 @@ from models.parameters import param_axes
 from models.precision import WHOLE
 from models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeLayer
 from models.transformer import abstract_params, causal_mask
-from sharding import hosts, rules
+from sharding import rules
 from sharding.mesh import make_mesh
 from tests import sampled_step
 from tests.quick import jit, random_params

@@ -21,8 +21,8 @@ from processes import small_files, started, wait_for
 from small_config import get_config
 
 from dapo_jax.checkpoints import fingerprint
-from dapo_jax.cli import failures
 from dapo_jax.logs.files import LOCK, append_line, atomic_file, begin_rows, locked, read_rows
+from dapo_jax.process import failures
 
 pytestmark = pytest.mark.faults
 ROWS = [{"step": step, "reward/mean": step / 3, "entropy": 0.1 * step} for step in range(40)]

@@ -18,12 +18,11 @@ from small_config import small
 from configs import base
 from dapo_jax import learner, train
 from dapo_jax.checkpoints.store import Checkpoints
-from dapo_jax.cli import failures
 from dapo_jax.logs.files import read_rows
+from dapo_jax.process import failures, hosts
 from dapo_jax.sampler import cache
 from dapo_jax.setup import components
 from dapo_jax.tasks.arithmetic import Arithmetic
-from sharding import hosts
 
 pytestmark = pytest.mark.faults
 NOT_FINITE = (np.nan, np.inf, -np.inf)

@@ -23,7 +23,7 @@ from conftest import FULL
 from processes import started, wait_for
 from runs import saved_steps as steps_in
 
-from sharding import hosts
+from dapo_jax.process import hosts
 
 pytestmark = pytest.mark.faults
 SECONDS = 15  # from the fault to the end of all processes that can end

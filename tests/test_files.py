@@ -17,10 +17,10 @@ from small_config import small
 
 from configs import tiny
 from dapo_jax.checkpoints import fingerprint
-from dapo_jax.cli import failures
 from dapo_jax.convert import convert
 from dapo_jax.evaluation import settings_of
 from dapo_jax.logs import provenance, record
+from dapo_jax.process import failures
 from dapo_jax.report.runs import load_run, totals
 from dapo_jax.setup import components, policy
 

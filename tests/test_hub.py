@@ -13,8 +13,8 @@ from small_config import small
 
 from dapo_jax import hub
 from dapo_jax.checkpoints import fingerprint
-from dapo_jax.cli import failures
 from dapo_jax.evaluation import settings_of
+from dapo_jax.process import failures
 from dapo_jax.setup import components, dry_run
 
 CHECKPOINT = ROOT / "experiments/tiny_base/checkpoint"

@@ -21,7 +21,7 @@ FLOORS = (
     ("dapo_jax.sampler", "dapo_jax.learner", "dapo_jax.grading"),
     ("dapo_jax.logprobs", "dapo_jax.losses", "dapo_jax.episodes"),
     ("models", "dapo_jax.tasks", "dapo_jax.packing"),
-    ("dapo_jax.verifier",),
+    ("dapo_jax.verifier", "dapo_jax.process"),
     ("sharding", "configs", "dapo_jax.types", "dapo_jax.printable", "dapo_jax.algorithm"),
     ("dapo_jax.outside",),
 )
@@ -94,7 +94,7 @@ def faults_of(module, source):
     reads_it = here in (None, "configs") or FLOOR_OF[here] >= FLOOR_OF["dapo_jax.cli"]
     owners = {
         **dict.fromkeys(("jax.make_mesh", "mesh_utils"), module == "sharding.mesh"),
-        **dict.fromkeys(("process_index", "process_count"), module == "sharding.hosts"),
+        **dict.fromkeys(("process_index", "process_count"), module == "dapo_jax.process.hosts"),
         **{"platform": module == "models.kernels", "default_backend": False},
         **dict.fromkeys(("ConfigDict", "ml_collections"), reads_it),
     }

@@ -18,6 +18,7 @@ import pytest
 
 from dapo_jax import learner
 from dapo_jax.learner import init_state, make_batch
+from dapo_jax.process import hosts
 from dapo_jax.sampler import cache, engine
 from dapo_jax.setup import components
 from dapo_jax.types import Batch, Group, Prompt, Response
@@ -27,7 +28,7 @@ from models.parameters import param_axes
 from models.precision import rounded
 from models.qwen2 import PRESETS, Qwen2Config
 from models.transformer import abstract_params
-from sharding import hosts, rules
+from sharding import rules
 from sharding.mesh import make_mesh
 from tests.quick import jit
 from tests.sampled_step import SAMPLING, programs

@@ -24,7 +24,7 @@ from test_bucket import bucket, flip, folders
 from dapo_jax.cli import command
 from dapo_jax.convert import convert
 from dapo_jax.logs.metrics import DIGESTS, TOKENS, VERDICTS
-from sharding import hosts
+from dapo_jax.process import hosts
 
 __all__ = ["bucket"]  # a fixture
 STEPS = 3
@@ -209,7 +209,6 @@ def test_what_jax_raises_where_another_process_is_gone(text, lost):
 
 FAILS = """
 import os, time
-from sharding import hosts
 hosts.start(several=True, cpu_devices=2)
 process = int(os.environ[hosts.PROCESS])
 values = hosts.gather({"process": process})

@@ -14,9 +14,8 @@ from states import snapshots, take
 
 from dapo_jax.checkpoints.snapshots import HOST_MEMORY, host_copy
 from dapo_jax.checkpoints.store import Checkpoints
-from dapo_jax.cli import signals
-from sharding import hosts
-from sharding.hosts import RETRYABLE
+from dapo_jax.process import hosts, signals
+from dapo_jax.process.hosts import RETRYABLE
 
 STATE = {"a": jnp.ones(1)}
 
@@ -145,7 +144,7 @@ import sys
 import numpy as np
 from states import snapshots, take
 from dapo_jax.cli import command
-from sharding import hosts, rules
+from sharding import rules
 from sharding.mesh import make_mesh
 folder, failing = sys.argv[1:]
 del sys.argv[1:]

@@ -95,7 +95,7 @@ def test_what_a_task_measures_is_copied_into_plain_numbers():
         return Verdict(True, None, "", measures=counts)
 
     result = graded(group(["a", "bc"], EXAMPLE), task=grading(counting), tokenizer=Letters())
-    _, verdicts, _ = pickle.loads(pickle.dumps(result.grades))
+    _, verdicts = pickle.loads(pickle.dumps(result.grades))
     assert [verdict.measures for verdict in verdicts] == [{"letters": 1.0}, {"letters": 3.0}]
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dapo_jax.learner import named
-from sharding import hosts
+from dapo_jax.process import hosts
 
 # Where a shard begins in its array, and its part of the array's digest.
 Part = tuple[tuple[int, ...], int]

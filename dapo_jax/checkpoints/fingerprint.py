@@ -24,10 +24,10 @@ from dapo_jax import hub
 from dapo_jax.cli.config_flags import as_json, config_differences, fill_open
 from dapo_jax.logs.files import read_json, read_rows, read_starts
 from dapo_jax.logs.provenance import NAME as STARTS
+from dapo_jax.process import hosts
 from dapo_jax.tasks import tokenizer
 from dapo_jax.types import Prompt
 from models import families
-from sharding import hosts
 
 SHOWN_DIFFERENCES = 5
 WEIGHTS = ".safetensors"

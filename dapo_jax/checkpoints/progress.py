@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from dapo_jax.sampler.session import Session
 from dapo_jax.types import PartialGroup, Response
 
 
@@ -16,8 +15,7 @@ class Progress:
 
     cursor: of the next unseen prompt. row: that of the last step; None before the first. partial:
     the unfinished groups that the next step continues. scores: mean@k of the set that
-    checkpoint.best names, with a digest of it, by its finished steps. session: has the partial
-    groups' keys and values; None, and not saved, where the next step computes them again.
+    checkpoint.best names, with a digest of it, by its finished steps.
     """
 
     cursor: int = 0
@@ -25,7 +23,6 @@ class Progress:
     row: dict | None = None
     partial: Sequence[PartialGroup] = ()
     scores: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
-    session: Session | None = None
 
     def to_json(self) -> dict:
         """Describes it for a checkpoint, bit by bit."""

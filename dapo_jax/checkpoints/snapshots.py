@@ -2,7 +2,7 @@
 
 One is taken after each step at which the run can resume.
 
-SIGTERM, Ctrl-C or SIGHUP (cli/signals.py) may come at any time, while a program compiles or an
+SIGTERM, Ctrl-C or SIGHUP (process/signals.py) may come at any time, while a program compiles or an
 update runs for a minute. A thread of its own listens, has the newest snapshot saved and ends the
 process (status 75). Checkpoints are written from copies in the host's memory: a save neither waits
 for the devices nor delays them. On a stop a save under way is finished first; a pending checkpoint
@@ -31,8 +31,7 @@ import jax.numpy as jnp
 
 from dapo_jax.checkpoints.progress import Progress
 from dapo_jax.checkpoints.store import Checkpoints
-from dapo_jax.cli import failures, signals
-from sharding import hosts
+from dapo_jax.process import failures, hosts, signals
 
 PENDING_CHECKPOINTS = 2  # the one being saved included; `take` waits while there are so many
 POLL_SECONDS = 0.5

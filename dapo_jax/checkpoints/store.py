@@ -22,9 +22,9 @@ from etils import epath
 from orbax.checkpoint.checkpoint_managers import preservation_policy as preservation
 
 from dapo_jax.checkpoints import digests, fingerprint
-from dapo_jax.cli.failures import brief, is_damage, is_transient
 from dapo_jax.logs.files import json_digest
-from sharding import hosts
+from dapo_jax.process import hosts
+from dapo_jax.process.failures import brief, is_damage, is_transient
 
 READ, REFUSED, TRANSIENT, DAMAGED = "read", "refused", "transient", "damaged"
 ONE_FOLDER = "checkpoint.directory must be one that all processes see"

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from absl import app, flags, logging
 
-from dapo_jax.cli import config_flags, failures, signals
-from sharding import hosts
+from dapo_jax.cli import config_flags
+from dapo_jax.process import failures, hosts, signals
 
 
 def run(main: Callable[[list[str]], None]) -> None:

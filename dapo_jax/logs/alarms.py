@@ -18,8 +18,8 @@ from ml_collections import ConfigDict
 from configs.base import leaves, mixture_settings
 from dapo_jax.learner import TrainState, all_finite, checked_names, named
 from dapo_jax.logs.metrics import Step
+from dapo_jax.process import hosts
 from dapo_jax.types import Rollouts
-from sharding import hosts
 
 # Of a healthy run of SmolLM2 on a CPU: below 1e-5, and 0.007 to 0.018.
 RATIO_GAP = {"float32": 1e-3, "bfloat16": 3e-2}

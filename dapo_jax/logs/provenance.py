@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 
 from dapo_jax.cli.config_flags import ROOT, as_json
 from dapo_jax.logs.files import append_line, json_digest
-from sharding import hosts
+from dapo_jax.process import hosts
 
 NAME = "starts.jsonl"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")

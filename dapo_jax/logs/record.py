@@ -19,9 +19,9 @@ from dapo_jax.logs.metrics import DIGESTS, LOGP, STATE, TASK, TOKENS, VERDICTS
 from dapo_jax.logs.provenance import add_start
 from dapo_jax.logs.writers import Writers
 from dapo_jax.printable import conversation
+from dapo_jax.process import hosts
 from dapo_jax.tasks.readers import problem_of
 from dapo_jax.types import Group, Rollouts
-from sharding import hosts
 
 SHOWN_SAMPLES = 4
 

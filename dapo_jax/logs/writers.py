@@ -13,9 +13,9 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from dapo_jax.cli.failures import brief
 from dapo_jax.logs.files import write_file
 from dapo_jax.outside import imported
+from dapo_jax.process.failures import brief
 
 INSTALL = {  # their init has resume="allow" by a run's own id or name, offline too
     "wandb": "wandb>=0.19,<1",

@@ -12,12 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dapo_jax.process import hosts
 from dapo_jax.sampler.cache import Buckets, Cache, decode_sizes
 from dapo_jax.sampler.decode import Sampling, copy_pages, decode_block, prefill, recompute
 from models.kernels import OPTIONS, Kernels, platform_of
 from models.parameters import ModelConfig
 from models.precision import products_in
-from sharding import hosts, rules
+from sharding import rules
 
 COPIES = 64  # pages that one call copies between shards
 WIDE_TOKENS = 512  # of a shard, from which on a program has the compiler's `wide_options`

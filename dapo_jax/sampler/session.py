@@ -21,12 +21,13 @@ import jax
 import numpy as np
 
 from dapo_jax.episodes import Environments
+from dapo_jax.process import hosts
 from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.engine import Engine
 from dapo_jax.sampler.plan import Finished, Moves, Plan, Prefill
 from dapo_jax.sampler.scheduler import Scheduler
 from dapo_jax.types import BlockRecord, Group, PartialGroup, Prompt, Response
-from sharding import hosts, rules
+from sharding import rules
 
 # Tokens of an environment up to which an answer is fed in the block, a decode step each; behind a
 # longer one the keys and values of all that there is are computed together.
@@ -452,7 +453,8 @@ class Session:
                 self._scheduler.resume(number, sample, first_tokens=first)
                 continue
             stopped = response.stopped and not answer.is_cut
-            ended = {"verdict": answer.verdict, "measures": answer.measures}
+            of_episode = ("verdict", "measures", "turns")
+            ended = {name: getattr(answer, name) for name in of_episode}
             response = dataclasses.replace(response, stopped=stopped, **ended)
             self._scheduler.end(number, sample)
             finished += self._ended(number, sample, response)

@@ -17,13 +17,14 @@ from ml_collections import ConfigDict
 
 from configs import base
 from dapo_jax import hub, learner
+from dapo_jax.process import hosts
 from dapo_jax.setup import components
 from models import families
 from models.hf_config import load_config, read_config
 from models.kernels import kernels_for, platform_of
 from models.lora import init_adapters
 from models.transformer import abstract_params
-from sharding import hosts, rules
+from sharding import rules
 
 LONGEST_RESPONSE = 20_480  # tokens, where the model has positions for more
 LONGEST_TRAINED = 4_096  # the same where a training config leaves it open

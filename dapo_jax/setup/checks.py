@@ -8,8 +8,8 @@ import jax
 from ml_collections import ConfigDict
 
 from configs.base import eval_settings, has_environments, key_of, leaves, mixture_settings
-from dapo_jax.cli import failures
 from dapo_jax.cli.config_flags import numbered
+from dapo_jax.process import failures
 from models.families import Family
 from models.lora import MATRICES
 from models.parameters import ModelConfig

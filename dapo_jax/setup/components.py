@@ -15,6 +15,7 @@ from configs.base import eval_settings, has_environments, mixture_settings
 from dapo_jax import hub, learner
 from dapo_jax.episodes import Environments
 from dapo_jax.losses import takes_old_logp
+from dapo_jax.process import hosts
 from dapo_jax.rollout import StepPlan, success_by
 from dapo_jax.sampler.cache import SPREAD_READERS, Cache, plan_cache
 from dapo_jax.sampler.decode import Sampling
@@ -32,7 +33,7 @@ from models.lora import Lora, init_adapters
 from models.parameters import ModelConfig, param_axes
 from models.rope import YarnScaling
 from models.transformer import Transformer, abstract_params, split, unstack
-from sharding import hosts, rules
+from sharding import rules
 from sharding.mesh import make_mesh
 
 # Folded into the seed's key, so that no stream of randomness is used for two things.

@@ -16,10 +16,10 @@ from dapo_jax.checkpoints import fingerprint
 from dapo_jax.checkpoints.fingerprint import Parent
 from dapo_jax.checkpoints.store import Checkpoints, DamagedError
 from dapo_jax.printable import printable, shortened
+from dapo_jax.process import hosts
 from dapo_jax.setup import components, start
 from dapo_jax.tasks.tokenizer import Tokenizer
 from models import hf
-from sharding import hosts
 
 MIB = 2**20
 SHOWN_CHARS = 1_000  # of a prompt

@@ -32,7 +32,6 @@ from dapo_jax.checkpoints.fingerprint import Parent
 from dapo_jax.checkpoints.progress import Progress
 from dapo_jax.checkpoints.snapshots import Snapshots
 from dapo_jax.checkpoints.store import Checkpoints
-from dapo_jax.cli import compile_cache
 from dapo_jax.cli.config_flags import as_json
 from dapo_jax.learner import TrainState
 from dapo_jax.logs import writers
@@ -40,12 +39,12 @@ from dapo_jax.logs.alarms import Alarms, require_finite
 from dapo_jax.logs.files import locked, read_json, read_rows
 from dapo_jax.logs.metrics import Stopwatch
 from dapo_jax.logs.record import Record
+from dapo_jax.process import compile_cache, hosts
 from dapo_jax.rollout import StepPlan
 from dapo_jax.sampler.session import Stream
 from dapo_jax.setup import auto_sizes, checks, components
 from dapo_jax.tasks.datasets import Dataset
 from dapo_jax.tasks.tokenizer import Tokenizer
-from sharding import hosts
 
 
 @dataclasses.dataclass(frozen=True)

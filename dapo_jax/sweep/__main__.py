@@ -15,8 +15,9 @@ from absl import flags
 
 from dapo_jax.cli import command
 from dapo_jax.cli.config_flags import KEY_FLAG, config_flags_of, define_config
-from dapo_jax.cli.signals import Signals
 from dapo_jax.logs.files import locked, write_file
+from dapo_jax.process import hosts
+from dapo_jax.process.signals import Signals
 from dapo_jax.report.__main__ import write_report
 from dapo_jax.report.compare import markdown
 from dapo_jax.report.rows import read_rows_file, write_rows
@@ -24,7 +25,6 @@ from dapo_jax.report.runs import load_sweep
 from dapo_jax.sweep import plan as plans
 from dapo_jax.sweep.plan import Plan
 from dapo_jax.sweep.runner import LOG, TRAIN, Runner
-from sharding import hosts
 
 
 def sweep(plan: Plan, folder: pathlib.Path, *, jobs: int, program: Sequence[str] = TRAIN) -> None:

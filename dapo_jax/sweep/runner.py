@@ -18,8 +18,8 @@ import numpy as np
 from dapo_jax.logs.display import PROGRESS_COLUMNS, format_duration
 from dapo_jax.logs.files import read_rows
 from dapo_jax.printable import printable
+from dapo_jax.process import hosts
 from dapo_jax.sweep.plan import Point
-from sharding import hosts
 
 TRAIN = (sys.executable, "-m", "dapo_jax.train")
 LOG = "output.txt"  # log.txt is the run's own

@@ -9,7 +9,6 @@ It is constructed with those settings of the data set (`configs.base.dataset`), 
 imported from the working directory or PYTHONPATH.
 """
 
-import functools
 import inspect
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +19,7 @@ import numpy as np
 from dapo_jax.outside import imported
 from dapo_jax.tasks.readers import DataError, DataReport
 from dapo_jax.tasks.tokenizer import Tokenizer, begun_answer
-from dapo_jax.types import Example, Group, Message, Response, Verdict
+from dapo_jax.types import Example, Group, Verdict
 
 BUILT_IN = {
     "math": "dapo_jax.tasks.math_problems:MathProblems",
@@ -180,36 +179,4 @@ def graded(group: Group, *, task: Task, tokenizer: Tokenizer) -> Group:
         verdict = next(found) if response.verdict is None else response.verdict
         measures = {**(verdict.measures or {}), **(response.measures or {})}
         verdicts.append(verdict._replace(measures=measures or None))
-    turns = [turns_of(it, tokenizer) if it.measures else None for it in group.responses]
-    return group.graded(texts, verdicts, turns)
-
-
-def turns_of(response: Response, tokenizer: Tokenizer) -> list[Message]:
-    """Splits an episode into what the assistant and its environment said, in turn."""
-    borders = np.flatnonzero(np.diff(response.sampled_T)) + 1
-    turns, stop_id = [], 0
-    for place, ids in enumerate(np.split(response.tokens_T, borders)):
-        text = tokenizer.decode(ids.tolist())
-        if is_given := place % 2 == 1:
-            text = _without_template(text, tokenizer, stop_id)
-        role = "environment" if is_given else "assistant"
-        turns.append({"role": role, "content": text})
-        stop_id = int(ids[-1]) if len(ids) else 0
-    return turns
-
-
-def _without_template(text: str, tokenizer: Tokenizer, stop_id: int) -> str:
-    """Takes away what the chat template puts around an answer; a text of another form stays."""
-    for role in ("tool", "user"):  # a tool's header may begin with a user's
-        head, tail = _around(tokenizer, role, stop_id)
-        if len(text) >= len(head + tail) and text.startswith(head) and text.endswith(tail):
-            return text[len(head) : len(text) - len(tail)]
-    return text
-
-
-@functools.lru_cache(maxsize=64)
-def _around(tokenizer: Tokenizer, role: str, stop_id: int) -> tuple[str, str]:
-    mark = "%what it says%"
-    ids = tokenizer.between([{"role": role, "name": "tool", "content": mark}], stop_id)
-    head, found, tail = tokenizer.decode(ids).partition(mark)
-    return (head, tail) if found else ("", "")
+    return group.graded(texts, verdicts)

@@ -181,10 +181,10 @@ class Mixture:
         group = self.sets[key].grade(group)
         if len(self.sets) == 1:
             return group
-        texts, verdicts, turns = group.grades
+        texts, verdicts = group.grades
         name = f"accuracy@{key.removeprefix('data.')}"
         measured = [
             verdict._replace(measures={**(verdict.measures or {}), name: float(verdict.correct)})
             for verdict in verdicts
         ]
-        return group.graded(texts, measured, turns)
+        return group.graded(texts, measured)

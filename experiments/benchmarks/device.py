@@ -43,11 +43,11 @@ from jax._src.cudnn import fused_attention_stablehlo
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
 from configs import one_gpu, qwen2_5_0_5b
-from dapo_jax.cli import compile_cache
 from dapo_jax.learner import minibatch
 from dapo_jax.preflight import compile as compiling
 from dapo_jax.preflight.chips import CHIPS, Chip
 from dapo_jax.preflight.examine import memory_phases, parameter_count
+from dapo_jax.process import compile_cache, hosts
 from dapo_jax.sampler.cache import Cache
 from dapo_jax.sampler.engine import Engine, token_bytes
 from dapo_jax.setup import auto_sizes, components
@@ -58,7 +58,7 @@ from experiments.preflight.estimate import Device, response_lengths
 from models.kernels import Kernels, kernels_for, packed, platform_of, xla
 from models.parameters import normal, ones
 from models.qwen2 import PRESETS
-from sharding import hosts, rules
+from sharding import rules
 from sharding.mesh import make_mesh
 
 FLAGS = flags.FLAGS

@@ -18,9 +18,9 @@ import numpy as np
 from absl import app, flags
 
 from dapo_jax.learner import minibatch
+from dapo_jax.process import hosts
 from experiments.benchmarks import common
 from experiments.preflight.estimate import Device
-from sharding import hosts
 from sharding.mesh import split_cpu
 
 FLAGS = flags.FLAGS

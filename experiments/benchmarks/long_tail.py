@@ -13,8 +13,9 @@ import jax
 import numpy as np
 from absl import app, flags
 
+from dapo_jax.process import hosts
 from experiments.benchmarks import common, static_sampler
-from sharding import hosts, rules
+from sharding import rules
 from sharding.mesh import split_cpu
 
 FLAGS = flags.FLAGS

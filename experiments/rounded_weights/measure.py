@@ -19,12 +19,12 @@ from configs import smollm2_135m, tiny
 from dapo_jax import algorithm, learner, logprobs, rollout, train
 from dapo_jax.checkpoints.progress import Progress
 from dapo_jax.logs.metrics import Stopwatch
+from dapo_jax.process import hosts
 from dapo_jax.setup import start
 from dapo_jax.types import Batch
 from experiments.bfloat16.places import PLACES, nearest
 from models import transformer
 from models.transformer import abstract_params
-from sharding import hosts
 
 FIVE = (5e-7, 1e-6, 2e-6, 5e-6, 1e-5)
 MORE = (*FIVE, 5e-5, 2e-4)  # the 1 M model's config has 5e-5

@@ -6,9 +6,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from dapo_jax.report.compare import table
-from experiments.rounded_weights.measure import AS_IT_IS, OFF, ON, measure
-from experiments.study import Measured
+from experiments.rounded_weights.measure import AS_IT_IS, OFF, ON, SPLIT_RATE, measure
+from experiments.study import Measured, table
 
 TITLE = "Rounded weights and Eq. 8's clip"
 TITLES = {"135M": "SmolLM2-135M", "1M": "the 1 M model"}
@@ -17,14 +16,20 @@ COLORS = {"float32": "C0", "bfloat16": "C3", "dithered": "C1", "two terms": "C2"
 COLUMNS = {  # heading -> (what of a row, format); a row without it has "-"
     "moved": (lambda row: row["moved"], "{:.1%}"),
     "mean abs log r": (lambda row: row["mean"], "{:.2g}"),
-    "99th percentile": (lambda row: row["p99"], "{:.2g}"),
     "clipped low": (lambda row: row["low"], "{:.2%}"),
     "clipped high": (lambda row: row["high"], "{:.2%}"),
-    "formula": (lambda row: row["formula_low"] + row["formula_high"], "{:.2%}"),
-    "extra, std": (lambda row: row["extra_std"], "{:.2g}"),
-    "formula, std": (lambda row: row["formula_std"], "{:.2g}"),
-    "of float32's": (lambda row: row["correlation"] ** 2, "{:.2f}"),
-    "unclipped": (lambda row: row["unclipped"], "{:.2%}"),
+    "extra": (lambda row: row["extra_std"], "{:.2g}"),
+    "formula": (lambda row: row["formula_std"], "{:.2g}"),
+}
+RATE_COLUMNS = {  # heading -> (weights, heading of COLUMNS)
+    f"{weights}: {column}": (weights, column)
+    for column, of in (
+        ("mean abs log r", ("float32", "bfloat16")),
+        ("clipped low", ("float32", "bfloat16")),
+        ("extra", ("bfloat16", "float16")),
+        ("formula", ("bfloat16", "float16")),
+    )
+    for weights in of
 }
 
 
@@ -45,32 +50,51 @@ def mean(rows: Sequence[dict], of) -> float:
         return float("nan")
 
 
+def text(rows: Sequence[dict], column: str) -> str:
+    """A cell: the mean over the seeds; "-" where there is none."""
+    of, form = COLUMNS[column]
+    found = mean(rows, of) if rows else float("nan")
+    return "-" if np.isnan(found) else form.format(found)
+
+
 def result(rows: Sequence[dict]) -> str:
-    """Tables: a model, a start and a kind of activations each; means over the seeds."""
-    lines, arms = [f"# {TITLE}", ""], arms_of(rows)
-    seeds = len({row["seed"] for row in rows})
-    lines += [
-        f"Means over {seeds} seeds. moved: the share of rounded weights that differ behind the "
-        "step. formula: what it predicts of clipped tokens, low and high together. extra: log r "
-        "less float32's. of float32's: the part of log r's variance that float32's explains. "
-        "unclipped: the part of the sum of |weight * advantage| that Eq. 8 lets through.",
+    """Two tables of means over the seeds: all arms at one rate, some numbers at every rate."""
+    arms, seeds = arms_of(rows), len({row["seed"] for row in rows})
+    at_one = [
+        [TITLES[model], STARTS[start], weights, its, *(text(found, name) for name in COLUMNS)]
+        for (model, start, rate, weights, its), found in arms.items()
+        if rate == SPLIT_RATE
     ]
-    parts = dict.fromkeys((model, start, acts) for model, start, _, _, acts in arms)
-    for model, start, acts in parts:
-        lines += ["", f"## {TITLES[model]}, start: {STARTS[start]}, activations {acts}", ""]
-        body = []
-        for (*where, rate, weights, its), found in arms.items():
-            if (*where, its) != (model, start, acts):
-                continue
-            cells = [mean(found, of) for of, _ in COLUMNS.values()]
-            forms = [form for _, form in COLUMNS.values()]
-            texts = [
-                "-" if np.isnan(cell) else form.format(cell)
-                for cell, form in zip(cells, forms, strict=True)
-            ]
-            body.append([f"{rate:.0e}", weights, *texts])
-        lines += table(["learning rate", "weights", *COLUMNS], body)
-    return "\n".join([*lines, ""])
+    rates = dict.fromkeys(key[:3] for key in arms)
+    at_all = [
+        [
+            TITLES[model],
+            STARTS[start],
+            f"{rate:.0e}",
+            *(
+                text(arms.get((model, start, rate, weights, "float32"), []), column)
+                for weights, column in RATE_COLUMNS.values()
+            ),
+        ]
+        for model, start, rate in rates
+    ]
+    lines = [
+        f"# {TITLE}",
+        "",
+        f"Means over {seeds} seeds. moved: the share of rounded weights that differ behind the "
+        "step. extra: the standard deviation of log r less float32's; formula: what it predicts "
+        "of that. rows.jsonl has the rest.",
+        "",
+        f"At a learning rate of {SPLIT_RATE:.0e}:",
+        "",
+        *table(["model", "start", "weights", "activations", *COLUMNS], at_one),
+        "",
+        "At all rates, with activations in float32:",
+        "",
+        *table(["model", "start", "rate", *RATE_COLUMNS], at_all),
+        "",
+    ]
+    return "\n".join(lines)
 
 
 def figure(rows: Sequence[dict]) -> Figure:
@@ -98,14 +122,15 @@ def _draw(model: str, arms, clip, extra, start) -> None:
     def both(row):
         return row["low"] + row["high"]
 
+    def of_formula(row):
+        return row["formula_low"] + row["formula_high"]
+
     for weights in COLORS:
         line(clip, OFF, weights, both, marker="o", label=weights)
     for weights in ("bfloat16", "float16"):
-        formula = COLUMNS["formula"][0]
-        line(clip, OFF, weights, formula, ls=":", label=f"{weights}, formula")
-        line(extra, OFF, weights, lambda row: row["extra_std"], marker="o", label=weights)
-        of_formula = COLUMNS["formula, std"][0]
-        line(extra, OFF, weights, of_formula, ls=":", label=f"{weights}, formula")
+        line(clip, OFF, weights, of_formula, ls=":", label=f"{weights}, formula")
+        line(extra, OFF, weights, COLUMNS["extra"][0], marker="o", label=weights)
+        line(extra, OFF, weights, COLUMNS["formula"][0], ls=":", label=f"{weights}, formula")
     for grid, style in ((OFF, "-"), (ON, "--")):
         for weights in ("float32", "bfloat16", "dithered"):
             how = {"ls": style, "marker": "o", "label": f"{weights}, start {grid} the grid"}

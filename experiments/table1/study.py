@@ -36,11 +36,6 @@ def accuracy_at_budget(run, *, budget: int = BUDGET_TOKENS) -> float:
     return accuracy_around(run, column(run.rows, "sampled_tokens_total"), budget, WINDOW_TOKENS)
 
 
-def steps_to_budget(run) -> float:
-    """The steps that sample fewer tokens than the budget."""
-    return float((column(run.rows, "sampled_tokens_total") < BUDGET_TOKENS).sum())
-
-
 def accuracy_at_groups(run) -> float:
     """Percent right at equally many informative groups."""
     spent = np.cumsum(column(run.rows, "groups/informative"))
@@ -57,7 +52,6 @@ TOKENS, *LATER = (
     )
     for budget in (BUDGET_TOKENS, *LATER_TOKENS)
 )
-STEPS_TO_BUDGET = Quantity(f"steps to {BUDGET_TOKENS // 1000} k tokens", steps_to_budget)
 GROUPS = Quantity(f"accuracy at {BUDGET_GROUPS} informative groups, %", accuracy_at_groups)
 
 STUDY = Study(
@@ -75,15 +69,12 @@ STUDY = Study(
         GROUPS,
         ROAD,
         LONG,
-        mean("entropy, first step, nats", "entropy_first", form="{:.3f}"),
         last("entropy, nats", "entropy", form="{:.3f}"),
-        last("rare road, %", "task/right_road", scale=100),
         TRUNCATED,
         CLIPPED[0],
         EARLY_LOOPS,
         HALF,
         mean("groups sampled a step", "groups/sampled"),
-        STEPS_TO_BUDGET,
     ),
     drawn={
         "accuracy/mean": "accuracy of the sampled responses",

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from sharding import hosts
+from dapo_jax.process import hosts
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 AGAIN_SECONDS = 1.0  # a terminal and a launcher may both send what was one Ctrl-C

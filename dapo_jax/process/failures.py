@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from sharding import hosts
+from dapo_jax.process import hosts
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 LIMIT = 300  # characters of a library's message; tensorstore's are pages long
