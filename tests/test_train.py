@@ -203,23 +203,19 @@ def test_generation_cap_stops_cleanly_or_trains_on_with_an_alarm(tmp_path, capsy
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("preset", "dtype", "bounds"),
-    [("gspo", "bfloat16", {"high", "low", "dual"}), ("kl_cov", "float32", set())],
-)
-def test_a_preset_trains_by_ratios_to_the_learners_own_rounding(preset, dtype, bounds, tmp_path):
+def test_gspo_trains_by_ratios_to_the_learners_own_rounding(tmp_path):
     """No weight had changed, and 24 to 38 % of the tokens of short responses were clipped.
 
     GSPO's clip is 3e-4 and 4e-4, narrower than bfloat16's rounding between sampler and learner. A
     forward pass of the learner rounds as its update does only where no program keeps excess
     precision.
     """
-    how = UNEVALUATED | {"model.compute_dtype": dtype, "learner.remat": "none"}
-    train.train(small_config(preset, num_steps=1, updates_per_step=1, **how), tmp_path)
+    how = UNEVALUATED | {"model.compute_dtype": "bfloat16", "learner.remat": "none"}
+    train.train(small_config("gspo", num_steps=1, updates_per_step=1, **how), tmp_path)
     (row,) = rows_without_timings(tmp_path)
     clipped = {key: value for key, value in row.items() if key.startswith("clip_fraction/")}
-    assert clipped == {f"clip_fraction/{bound}": 0 for bound in bounds}
-    assert (row["ratio_gap"] > 1e-4) == (dtype == "bfloat16")  # still the sampler's
+    assert clipped == {f"clip_fraction/{bound}": 0 for bound in ("high", "low", "dual")}
+    assert row["ratio_gap"] > 1e-4  # still the sampler's
     assert row["updates"] == 1 and row["grad_norm"] > 0 and row["updates_zero_gradient"] == 0
     assert np.isfinite(row["loss"])
 
