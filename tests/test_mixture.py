@@ -63,6 +63,8 @@ def test_sets_by_flags_alone_are_graded_each_by_its_own_task(tmp_path):
     stream = data.train.stream(config.seed)
     prompts = [stream[cursor] for cursor in range(40)]
     assert sum(prompt.key == "data.mixture.more" for prompt in prompts) == 30
+    other = data.train.stream(config.seed + 1)
+    assert [other[cursor] for cursor in range(40)] != prompts
 
     tokenizer = components.tokenizer(config)
     for prompt in prompts[:8]:
