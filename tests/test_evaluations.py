@@ -127,6 +127,7 @@ def test_temperature_0_is_greedy_and_needs_one_response():
     [
         ({"kind": "arithmetic"}, "dapo"),
         ({"path": "a.csv", "task": "math"}, "dapo"),
+        ({"path": "a.csv", "environment": "shop:Shop"}, "none"),
         ({"path": "a.csv", "rules": "strict_box"}, "boxed"),
         ({"path": "a.csv", "template": "Q: {problem}"}, "Q: {problem}"),
         ({"task": "chains:Chains"}, "none"),
