@@ -70,7 +70,7 @@ def contents(workdir: pathlib.Path, clocked: tuple[str, ...]) -> list:
 
     rows = list(map(fixed, read_rows(workdir / "metrics.jsonl")))
     newest = workdir / "checkpoints" / str(STEPS)
-    progress = json.loads((newest / "progress" / "metadata").read_text())
+    progress = fixed(json.loads((newest / "progress" / "metadata").read_text()))
     progress["row"] = fixed(progress["row"])
     sampled = [runs.responses(workdir, row["step"]) for row in rows]
     return [rows, sampled, progress, runs.digests(workdir, STEPS)]

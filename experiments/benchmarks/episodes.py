@@ -26,6 +26,7 @@ flags.DEFINE_integer("slots", 64, "Slots of the engine.")
 flags.DEFINE_integer("groups", 32, "Groups of eight episodes.")
 flags.DEFINE_list("call_seconds", ["0", "0.1", "0.5"], "That an environment takes for an answer.")
 flags.DEFINE_integer("block_tokens", 16, "Decode steps of a block.")
+flags.DEFINE_integer("slot_tokens", 256, "Tokens of cache for a slot, as rollout.slot_tokens.")
 flags.DEFINE_integer("devices", 2, "Devices that the CPU is counted as.")
 flags.DEFINE_integer("rounds", 3, "Turns of every party; the best counts.")
 GROUP, PROMPT, RESPONSE, TURN, GIVEN = 8, 64, 256, 48, 16
@@ -65,7 +66,7 @@ def main(_):
         rollout__group_size=GROUP,
         rollout__max_prompt_tokens=PROMPT,
         rollout__max_response_tokens=RESPONSE,
-        rollout__slot_tokens=RESPONSE,
+        rollout__slot_tokens=FLAGS.slot_tokens,
         rollout__page_tokens=64,
         rollout__block_tokens=FLAGS.block_tokens,
         data__train__environment="one:Fixed",
@@ -77,7 +78,7 @@ def main(_):
     turns = Stream(plain.key, dataclasses.replace(plain.sampling, stop_ids=stops))
 
     def sampled(stream, environments):
-        """Samples all groups: (seconds a token, idle share while prompts wait, tokens given)."""
+        """Samples all groups: (seconds a token, idle share while prompts wait, given, a step)."""
         start, groups = time.perf_counter(), []
         session = Session(built.engine, params, stream, environments=environments)
         for cursor, prompt in enumerate(prompts):
@@ -91,7 +92,8 @@ def main(_):
         blocks = [block for block in session.blocks if block.waiting]
         steps = sum(block.steps * len(block.cursor_B) for block in blocks)
         free = sum(block.steps * int(np.sum(block.cursor_B < 0)) for block in blocks)
-        return seconds / tokens, free / max(steps, 1), given / tokens
+        step_seconds = seconds / sum(block.steps for block in session.blocks)
+        return seconds / tokens, free / max(steps, 1), given / tokens, step_seconds
 
     parties = {"one response": (plain, lambda: None)}
     for text in FLAGS.call_seconds:
@@ -105,11 +107,18 @@ def main(_):
     )
     one = best["one response"][0]
     rows = [
-        [name, f"{1 / cost:,.0f}", f"{cost / one:.2f}", f"{idle:.1%}", f"{given:.0%}"]
-        for name, (cost, idle, given) in best.items()
+        [
+            name,
+            f"{1 / cost:,.0f}",
+            f"{cost / one:.2f}",
+            f"{idle:.1%}",
+            f"{given:.0%}",
+            f"{1e3 * step:.1f}",
+        ]
+        for name, (cost, idle, given, step) in best.items()
     ]
     head = ["", "tokens/s", "time a token over one response's", "slots empty while prompts wait"]
-    print(common.table([*head, "given"], rows))
+    print(common.table([*head, "given", "ms a step"], rows))
 
 
 if __name__ == "__main__":

@@ -79,7 +79,10 @@ def main(call_seconds: float, groups: int) -> None:
         start, found = time.perf_counter(), generate(prompts)
         seconds, tokens = time.perf_counter() - start, sum(map(len, found[1]))
         given = tokens - sum(map(sum, found[2]))
-        print(f"{tokens / seconds:,.0f} tokens/s, {tokens:,} tokens, given {given / tokens:.0%}", flush=True)
+        print(
+            f"{tokens / seconds:,.0f} tokens/s, {tokens:,} tokens, given {given / tokens:.0%}",
+            flush=True,
+        )
         return found
 
     trainer._generate = timed
