@@ -76,13 +76,12 @@ def main(call_seconds: float, groups: int) -> None:
     generate = trainer._generate
 
     def timed(prompts):
-        start, found = time.perf_counter(), generate(prompts)
-        seconds, tokens = time.perf_counter() - start, sum(map(len, found[1]))
+        start, cpu_start, found = time.perf_counter(), time.process_time(), generate(prompts)
+        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
+        tokens = sum(map(len, found[1]))
         given = tokens - sum(map(sum, found[2]))
-        print(
-            f"{tokens / seconds:,.0f} tokens/s, {tokens:,} tokens, given {given / tokens:.0%}",
-            flush=True,
-        )
+        cost = f"{tokens / seconds:,.0f} tokens/s, {tokens / cpu_seconds:,.0f} a CPU second"
+        print(f"{cost}, {tokens:,} tokens, given {given / tokens:.0%}", flush=True)
         return found
 
     trainer._generate = timed
