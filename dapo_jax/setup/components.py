@@ -416,9 +416,6 @@ def cache_plan(
         limits,
         cache_bytes=cache_bytes,
         token_bytes=token_bytes(sizes, bytes_per_value=width, model_degree=mesh.shape["model"]),
-        # Episodes that wait for their environments keep pages beside those in the slots.
-        slot_tokens=r.slot_tokens
-        if limits.turns
-        else min(r.slot_tokens, limits.max_response_tokens),
+        slot_tokens=min(r.slot_tokens, r.max_response_tokens),
         copies=kernels.attend_pages is None,
     )
