@@ -9,10 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from processes import ROOT
-from test_tasks import made
+from small_config import task_of
 
-from configs import base
-from dapo_jax.tasks.base import grade_many, load_examples, make_task
+from dapo_jax.tasks.base import grade_many, load_examples
 from dapo_jax.tasks.readers import DataError
 from dapo_jax.types import Example
 from experiments.tasks.countdown import Countdown
@@ -26,54 +25,86 @@ def example(answer, **extra):
     return Example(({"role": "user", "content": "?"},), answer, "f", 0, extra or None)
 
 
-# Countdown
-
-
-@pytest.mark.parametrize(
-    ("answer", "status", "score"),
-    [
-        ("Answer: (1+2)*8", "correct", 1.0),
-        ("**Answer:** $(1+2)\\times 8$", "correct", 1.0),
-        ("Answer: \\(8 \\cdot (1 + 2)\\) = 24", "correct", 1.0),
-        ("Answer: 1+2+8", "wrong", -0.8),
-        ("Answer: 8*3", "other_numbers", -1.0),
-        ("Answer: 1+2+8=24", "wrong", -0.8),
-        ("Answer: (1+2)*8 = 25", "unreadable_answer", -1.0),
-        ("Answer: 8**2-1", "unreadable_answer", -1.0),
-        ("Answer: -1+2+8", "unreadable_answer", -1.0),
-        ("Answer: 8/(2-1-1)", "unreadable_answer", -1.0),
-        ("Answer:", "empty_answer", -1.0),
-        ("It is (1+2)*8.", "no_answer", -1.0),
-    ],
-)
-def test_countdown_rewards_right_ones_and_a_little_what_tries(answer, status, score):
-    verdict = Countdown(tried=-0.8).grade(answer, example("24", numbers=(1, 2, 8)))
-    assert (verdict.status, verdict.score) == (status, score)
-    assert verdict.correct == (status == "correct")
-    exact = example("24", numbers=(3, 3, 8, 8))
-    assert Countdown().grade("Answer: 8/(3-8/3)", exact).correct
-
-
-# Multiple choice
-
 FOUR = ["Lima", "Rome", "Oslo", "Bern"]
-SCHEMAS = {
-    "MMLU": ({"question": "q", "choices": FOUR, "answer": 2}, {}, {}),
-    "ARC": (
-        {"question": "q", "choices": {"text": FOUR, "label": ["1", "2", "3", "4"]}, "key": "3"},
-        {"answer_field": "key"},
-        {},
+COUNTDOWN = Countdown(tried=-0.8), example("24", numbers=(1, 2, 8))
+CHOICE = MultipleChoice(path=""), example("C", choices=FOUR)
+GOOD = "<think>1+1</think>\n<answer>{}</answer>"
+# A task and an example, a response, and its verdict's status, or its score, or both.
+GRADED = [
+    (COUNTDOWN, "Answer: (1+2)*8", "correct", 1.0),
+    (COUNTDOWN, "**Answer:** $(1+2)\\times 8$", "correct", 1.0),
+    (COUNTDOWN, "Answer: \\(8 \\cdot (1 + 2)\\) = 24", "correct", 1.0),
+    (COUNTDOWN, "Answer: 1+2+8", "wrong", -0.8),
+    (COUNTDOWN, "Answer: 8*3", "other_numbers", -1.0),
+    (COUNTDOWN, "Answer: 1+2+8=24", "wrong", -0.8),
+    (COUNTDOWN, "Answer: (1+2)*8 = 25", "unreadable_answer", -1.0),
+    (COUNTDOWN, "Answer: 8**2-1", "unreadable_answer", -1.0),
+    (COUNTDOWN, "Answer: -1+2+8", "unreadable_answer", -1.0),
+    (COUNTDOWN, "Answer: 8/(2-1-1)", "unreadable_answer", -1.0),
+    (COUNTDOWN, "Answer:", "empty_answer", -1.0),
+    (COUNTDOWN, "It is (1+2)*8.", "no_answer", -1.0),
+    ((Countdown(), example("24", numbers=(3, 3, 8, 8))), "Answer: 8/(3-8/3)", "correct", 1.0),
+    (CHOICE, "Answer: C", "correct", None),
+    (CHOICE, "**Answer: C) Oslo**", "correct", None),
+    (CHOICE, "Answer: c.", "correct", None),
+    (CHOICE, "Answer: Oslo", "correct", None),
+    (CHOICE, "So it is $\\boxed{C}$.", "correct", None),
+    (CHOICE, "Answer: A", "wrong", None),
+    (CHOICE, "Answer: C) Rome", "unreadable_answer", None),
+    (CHOICE, "Answer: A or C", "unreadable_answer", None),
+    (CHOICE, "Answer: E", "unreadable_answer", None),
+    (CHOICE, "Answer: ", "empty_answer", None),
+    (CHOICE, "Answer: C\n\nA is incorrect.", "correct", None),
+    (CHOICE, "C", "no_answer", None),
+    # Letters come before texts that look like them.
+    ((CHOICE[0], example("A", choices=["B", "A", "."])), "Answer: A", "correct", None),
+    ((CHOICE[0], example("B", choices=["B", "A", "."])), "Answer: A", "wrong", None),
+    *(
+        ((FormatAnswer(path="", form_reward=0.25, rules=rules), example("2")), response, "", score)
+        for rules in ("dapo", "math_verify")
+        for response, score in (
+            (GOOD.format("2"), 1.0),
+            (f" {GOOD.format(' $2$ ')}\n", 1.0),
+            ("So <answer>2</answer>", 0.75),
+            ("<think> </think><answer>2</answer>", 0.75),
+            ("<think>a</think>b<answer>2</answer>", 0.75),
+            (GOOD.format("3"), -0.75),
+            ("<answer>3</answer>", -1.0),
+            (GOOD.format("2") + " No, 3.", -1.0),
+            (GOOD.format(""), -1.0),
+            (GOOD.format("3\nAnswer: 2"), -1.0),
+            (GOOD.format("2" + " " * 300 + "2"), -1.0),
+            ("Answer: 2", -1.0),
+        )
     ),
+]
+
+
+@pytest.mark.parametrize(("of", "response", "status", "score"), GRADED)
+def test_a_task_grades_answer_and_form(of, response, status, score):
+    task, graded = of
+    verdict = task.grade(response, graded)
+    assert verdict.score == score and status in ("", verdict.status)
+    assert verdict.correct == (status == "correct" or (status == "" and score > 0))
+    if task is CHOICE[0] and status == "correct":
+        assert verdict.prediction == graded.answer
+    if status == "":
+        assert verdict.measures == {"in_form": float(score in (1.0, -0.75))}
+
+
+Q, LABELED = {"question": "q"}, {"text": FOUR, "label": ["1", "2", "3", "4"]}
+LETTERS = dict(zip("ABCD", FOUR, strict=True))
+WRONG = {"Question": "q", "Right": "Oslo", "Wrong 1": "Lima", "Wrong 2": "Rome"}
+OF_GPQA = {"prompt_field": "Question", "answer_field": "Right"}
+SCHEMAS = {
+    "MMLU": (Q | {"choices": FOUR, "answer": 2}, {}, {}),
+    "ARC": (Q | {"choices": LABELED, "key": "3"}, {"answer_field": "key"}, {}),
     "MedQA": (
-        {"question": "q", "options": dict(zip("ABCD", FOUR, strict=True)), "answer_idx": "C"},
-        {"answer_field": "answer_idx"},
+        Q | {"options": LETTERS, "key": "C"},
+        {"answer_field": "key"},
         {"choices": "options"},
     ),
-    "GPQA": (
-        {"Question": "q", "Right": "Oslo", "Wrong 1": "Lima", "Wrong 2": "Rome"},
-        {"prompt_field": "Question", "answer_field": "Right"},
-        {"choices": "Wrong 1,Wrong 2,Right"},
-    ),
+    "GPQA": (WRONG, OF_GPQA, {"choices": "Wrong 1,Wrong 2,Right"}),
 }
 
 
@@ -81,67 +112,10 @@ SCHEMAS = {
 def test_published_choices(tmp_path, row, fields, args):
     path = tmp_path / "d.parquet"
     pq.write_table(pa.Table.from_pylist([row]), path)
-    task = made(task="multiple_choice", path=str(path), **fields, args=args)
+    task = task_of(task="multiple_choice", path=str(path), **fields, args=args)
     ((loaded,), _) = load_examples(task, "")
     assert loaded.answer == "C" and "\nC) Oslo" in loaded.text and "Answer: X" in loaded.text
     assert task.grade("Answer: C", loaded).correct
-
-
-@pytest.mark.parametrize(
-    ("response", "prediction", "status"),
-    [
-        ("Answer: C", "C", "correct"),
-        ("**Answer: C) Oslo**", "C", "correct"),
-        ("Answer: c.", "C", "correct"),
-        ("Answer: Oslo", "C", "correct"),
-        ("So it is $\\boxed{C}$.", "C", "correct"),
-        ("Answer: A", "A", "wrong"),
-        ("Answer: C) Rome", None, "unreadable_answer"),
-        ("Answer: A or C", None, "unreadable_answer"),
-        ("Answer: E", None, "unreadable_answer"),
-        ("Answer: ", None, "empty_answer"),
-        ("Answer: C\n\nA is incorrect.", "C", "correct"),
-        ("C", None, "no_answer"),
-    ],
-)
-def test_a_choice_is_one_letter_or_its_text(response, prediction, status):
-    verdict = MultipleChoice(path="").grade(response, example("C", choices=FOUR))
-    assert (verdict.correct, verdict.status) == (status == "correct", status)
-    assert prediction is None or verdict.prediction == prediction
-    # Letters come before texts that look like them.
-    for letter in "AB":
-        of = example(letter, choices=["B", "A", "."])
-        assert MultipleChoice(path="").grade("Answer: A", of).correct == (letter == "A")
-
-
-# Form and answer
-
-GOOD = "<think>1+1</think>\n<answer>{}</answer>"
-
-
-@pytest.mark.parametrize(
-    ("response", "score", "correct"),
-    [
-        (GOOD.format("2"), 1.0, True),
-        (f" {GOOD.format(' $2$ ')}\n", 1.0, True),
-        ("So <answer>2</answer>", 0.75, True),
-        ("<think> </think><answer>2</answer>", 0.75, True),
-        ("<think>a</think>b<answer>2</answer>", 0.75, True),
-        (GOOD.format("3"), -0.75, False),
-        ("<answer>3</answer>", -1.0, False),
-        (GOOD.format("2") + " No, 3.", -1.0, False),
-        (GOOD.format(""), -1.0, False),
-        (GOOD.format("3\nAnswer: 2"), -1.0, False),
-        (GOOD.format("2" + " " * 300 + "2"), -1.0, False),
-        ("Answer: 2", -1.0, False),
-    ],
-)
-@pytest.mark.parametrize("rules", ["dapo", "math_verify"])
-def test_the_reward_grades_answer_and_form(rules, response, score, correct):
-    task = FormatAnswer(path="", form_reward=0.25, rules=rules)
-    verdict = task.grade(response, example("2"))
-    assert (verdict.score, verdict.correct) == (score, correct)
-    assert verdict.measures == {"in_form": float(score in (1.0, -0.75))}
 
 
 # Reasoning-gym
@@ -150,7 +124,7 @@ def test_the_reward_grades_answer_and_form(rules, response, score, correct):
 @pytest.mark.skipif(HAS_REASONING_GYM, reason="reasoning-gym is there")
 def test_without_the_package_the_error_says_so():
     with pytest.raises(DataError, match="No module named 'reasoning_gym'"):
-        made(task="reasoning_gym", count=3, args={"name": "chain_sum"}).load()
+        task_of(task="reasoning_gym", count=3, args={"name": "chain_sum"}).load()
 
 
 # The guide
@@ -167,22 +141,16 @@ def test_the_guide_s_task_of_40_lines_works_as_it_is_written(tmp_path, monkeypat
     (key,) = set(re.findall(r"--config\.eval\.sets\.(estimates)\.", blocks["sh"]))
     assert f"--config.eval.sets.{key}.task=estimates:Estimates" in blocks["sh"]
 
-    config = base.get_config()
-    config.data.on_bad_row = "skip"
-    config.data.train = base.dataset(
-        task="estimates:Estimates", path=str(tmp_path / "estimates.csv"), args={"near": 0.1}
-    )
-    task = make_task("data.train", base.mixture_settings(config)["data.train"])
+    source = {"task": "estimates:Estimates", "path": str(tmp_path / "estimates.csv")}
+    task = task_of(on_bad_row="skip", **source, args={"near": 0.1})
     examples, report = load_examples(task, "")
     assert (report.kept, report.bad_rows) == (3, 1) and task.near == 0.1
     assert "value is 0.0, but must be above 0" in report.bad_row_notes[0]
     numbers = ("330", "350", "400", "9,999,999", "tall", "0")
-    answers = [f"Answer: {number}" for number in numbers]
-    verdicts = grade_many(task, answers, examples[0])
+    verdicts = grade_many(task, [f"Answer: {number}" for number in numbers], examples[0])
     assert [verdict.correct for verdict in verdicts] == [True, True, False, False, False, False]
-    assert [verdict.score for verdict in verdicts[:2]] == [1.0, 1.0]
-    assert verdicts[2].score == pytest.approx(0.5 - math.log(400 / 330))
-    assert [verdict.score for verdict in verdicts[3:]] == [-1.0] * 3
+    scores = [1.0, 1.0, pytest.approx(0.5 - math.log(400 / 330)), -1.0, -1.0, -1.0]
+    assert [verdict.score for verdict in verdicts] == scores
     assert not any(verdict.correct for verdict in grade_many(task, HOSTILE, examples[0]))
 
 
@@ -202,11 +170,7 @@ HOSTILE = (
     "<answer>\ud800\x00</answer>",
     "a" * 2_000_000,
 )
-TASKS = (
-    (Countdown(), example("24", numbers=(1, 2, 8))),
-    (MultipleChoice(path=""), example("C", choices=FOUR)),
-    (FormatAnswer(path="", rules="strict"), example("2")),
-)
+TASKS = (COUNTDOWN, CHOICE, (FormatAnswer(path="", rules="strict"), example("2")))
 
 
 @pytest.mark.parametrize(("task", "of"), TASKS, ids=[type(task).__name__ for task, _ in TASKS])

@@ -57,13 +57,9 @@ def test_intervals_cover_hard_and_easy_sets(P, k, a, b, gain):
         of_difference = paired_share_interval(other_P, one_P)
         students = paired_interval(one_P, zero_P), paired_interval(other_P, one_P)
         assert 0 <= of_mean.low <= one_P.mean() <= of_mean.high <= 1
-        hits += (
-            of_mean.low <= a / (a + b) <= of_mean.high,
-            (of_difference.low <= true <= of_difference.high),
-        )
-        wider += [
-            [it.high - it.low for it in both] for both in ((of_mean, of_difference), students)
-        ]
+        ours = of_mean, of_difference
+        hits += [it.low <= to <= it.high for it, to in zip(ours, (a / (a + b), true), strict=True)]
+        wider += [[it.high - it.low for it in both] for both in (ours, students)]
     assert hits.min() >= 940
     assert P < 500 or (wider[0] < np.array([1.02, 1.01]) * wider[1]).all()
 
@@ -88,8 +84,9 @@ def write(folder, correct_PK, *, places=None, prompt="{row} + 0?", **settings):
     path.write_text(json.dumps(document))
     places = places or [("", row, row) for row in range(len(correct_PK))]
     with gzip.open(path.with_suffix(".jsonl.gz"), "wt") as file:
-        for cursor, (place, correct_K) in enumerate(zip(places, correct_PK, strict=True)):
-            source, row, answer = place
+        for cursor, ((source, row, answer), correct_K) in enumerate(
+            zip(places, correct_PK, strict=True)
+        ):
             line = {"cursor": cursor, "source": source, "row": row, "ground_truth": str(answer)}
             line |= {"prompt": prompt.format(row=row)}
             for k, correct in enumerate(correct_K):
@@ -127,8 +124,8 @@ def test_problems_of_several_files_stay_apart(tmp_path):
     """
     places = [(file, row, "B") for file in ("physics.csv", "law.csv", "") for row in range(40)]
     files = [
-        write(tmp_path / name, [[1, 0]] * 40 + [law] * 40 + [[0, 0]] * 40, places=places)
-        for name, law in (("a", [1, 0]), ("b", [1, 1]))
+        write(tmp_path / f"{law}", [[1, 0]] * 40 + [[1, law]] * 40 + [[0, 0]] * 40, places=places)
+        for law in (0, 1)
     ]
     lines = evaluations.compared(files)
     assert lines[2].startswith("mean over 120 problems: a 33.3%, b 50.0%")

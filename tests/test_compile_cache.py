@@ -25,16 +25,17 @@ print(json.dumps([seen.count("cache_hits"), seen.count("cache_misses"), folder])
 """
 
 
-def clean(**more):
-    """The environment without a choice of the cache, but for `more`."""
+def ran_clean(*arguments, **more) -> subprocess.CompletedProcess:
+    """Runs `python ARGUMENTS` without a choice of the cache in the environment, but for `more`."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XDG_CACHE", "XLA_"))}
-    return kept | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"} | more
+    env = kept | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"} | more
+    how = {"env": env, "cwd": ROOT, "check": True, "capture_output": True, "text": True}
+    return subprocess.run([sys.executable, *arguments], **how)
 
 
 def start(*arguments, **more):
     """(hits, misses, folder, what was said) of a process."""
-    command, how = [sys.executable, "-c", PROGRAM, *arguments], {"text": True, "check": True}
-    done = subprocess.run(command, env=clean(**more), capture_output=True, **how)
+    done = ran_clean("-c", PROGRAM, *arguments, **more)
     return *json.loads(done.stdout), done.stderr
 
 
@@ -45,15 +46,12 @@ def test_the_next_start_loads_what_the_first_has_compiled(tmp_path):
     assert start(XDG_CACHE_HOME=str(tmp_path)) == (misses, 0, folder, "")
 
 
-DEFAULT = {"XDG_CACHE_HOME": "/dev/null"}
-
-
 @pytest.mark.parametrize(
     ("arguments", "choice", "folder"),
-    [([], DEFAULT | {"JAX_COMPILATION_CACHE_DIR": ""}, ""), (["several"], DEFAULT, None)],
+    [([], {"JAX_COMPILATION_CACHE_DIR": ""}, ""), (["several"], {}, None)],
 )
 def test_the_environment_chooses_and_several_hosts_have_no_default(arguments, choice, folder):
-    assert start(*arguments, **choice)[2] == folder
+    assert start(*arguments, **choice, XDG_CACHE_HOME="/dev/null")[2] == folder
 
 
 def test_a_program_of_another_cpu_or_number_of_cores_lies_elsewhere(monkeypatch):
@@ -74,10 +72,9 @@ def test_a_program_of_another_cpu_or_number_of_cores_lies_elsewhere(monkeypatch)
 @pytest.mark.slow
 def test_a_run_with_loaded_programs_has_the_rows_of_one_with_fresh_ones(tmp_path):
     def rows(name):
-        command = [sys.executable, "-m", "dapo_jax.train", f"--workdir={tmp_path / name}"]
-        command += ["--config=tests/small_config.py", "--config.num_steps=2"]
-        env = clean(XDG_CACHE_HOME=str(tmp_path / "cache"))
-        subprocess.run(command, env=env, cwd=ROOT, check=True, capture_output=True)
+        flags = (f"--workdir={tmp_path / name}", "--config.num_steps=2")
+        command = ("-m", "dapo_jax.train", "--config=tests/small_config.py", *flags)
+        ran_clean(*command, XDG_CACHE_HOME=str(tmp_path / "cache"))
         return rows_without_timings(tmp_path / name)
 
     fresh = rows("on_policy")

@@ -2,10 +2,10 @@
 
 import json
 
+import commands
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
-from processes import ran
 
 from configs import base, tiny
 from dapo_jax import evaluate, sample
@@ -16,43 +16,21 @@ from dapo_jax.tasks.readers import templated
 from dapo_jax.types import Example, Prompt
 from tests import quick
 
-PROGRAM = """
-import json, runpy, sys
-from absl import flags
-from dapo_jax.cli import command
-def run(main):
-    command.parse_flags(sys.argv)
-    print(flags.FLAGS.config.to_json_best_effort().replace("\\n", ""))
-command.run, common = run, set(flags.FLAGS)
-commands, workdir = json.loads(sys.argv[1]), sys.argv[2]
-for given in commands:
-    sys.argv = ["evaluate", *given, f"--workdir={workdir}"]
-    try:
-        runpy.run_module("dapo_jax.evaluate", run_name="__main__")
-    except (ValueError, SystemExit) as error:
-        print(json.dumps(str(error)))
-    for flag in set(flags.FLAGS) - common:
-        delattr(flags.FLAGS, flag)
-"""
-
 
 def test_the_commands_own_flags_are_keys_of_its_config(tmp_path):
-    """It defines them where it is run: here several times in one process."""
+    """Also a key of a set that --set names; the last one has the run's own config."""
     given = (
-        *("--model=DIR --k=4 --temperature=0.5 --max_tokens=7",),
-        *("--config=configs/tiny.py --set=a:csv:b.csv --set=g:gsm8k:c --config.seed=3",),
-        # A key of a set that --set names.
-        *("--model=DIR --set=g:arithmetic: --config.eval.sets.g.max_prompts=3",),
-        *("--model=DIR --set=a:csv:b.csv --set=a:json:c.json",),
-        # The run's own config.
+        "--model=DIR --k=4 --temperature=0.5 --max_tokens=7",
+        "--config=configs/tiny.py --set=a:csv:b.csv --set=g:gsm8k:c --config.seed=3",
+        "--model=DIR --set=g:arithmetic: --config.eval.sets.g.max_prompts=3",
+        "--model=DIR --set=a:csv:b.csv --set=a:json:c.json",
         "--set=a:csv:b.csv --config.eval.top_k=20",
     )
     of_run = base.get_config()
     of_run.mesh.slices, of_run.eval.top_p, of_run.tokenizer.chat_args = 4, 0.3, {"effort": "low"}
     (tmp_path / "config.json").write_text(of_run.to_json_best_effort())
-    commands = json.dumps([it.split() for it in given])
-    printed = ran("-c", PROGRAM, commands, str(tmp_path)).stdout
-    *configs, second, own = map(json.loads, printed.splitlines())
+    workdir = f" --workdir={tmp_path}"
+    *configs, second, own = commands.read("dapo_jax.evaluate", *(it + workdir for it in given))
     model, run, named, own = map(ConfigDict, (*configs, own))
     assert (model.model.path, model.model.family) == ("DIR", "")  # any_model's
     assert (model.eval.samples_per_prompt, model.eval.temperature) == (4, 0.5)
@@ -69,7 +47,6 @@ def test_the_commands_own_flags_are_keys_of_its_config(tmp_path):
 @pytest.mark.parametrize(
     ("text", "settings"),
     [
-        ("aime:math:a.jsonl", {"kind": "math", "path": "a.jsonl"}),
         ("g:gsm8k:gs://bucket/b.jsonl", {"kind": "gsm8k", "path": "gs://bucket/b.jsonl"}),
         ("mine:my.tasks:Mine:c.csv", {"task": "my.tasks:Mine", "path": "c.csv"}),
         ("sums:arithmetic:", {"task": "arithmetic", "path": ""}),
@@ -77,15 +54,6 @@ def test_the_commands_own_flags_are_keys_of_its_config(tmp_path):
 )
 def test_a_set_is_named_with_task_and_path(text, settings):
     assert evaluate.named_set(text) == (text.partition(":")[0], settings)
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "name", "name:math", ":math:path", "a:nosuch:b.jsonl", "a:nosuch:gs://bucket/b.jsonl"],
-)
-def test_a_set_that_cannot_be_read_is_refused_with_an_example(text):
-    with pytest.raises(ValueError, match="must be NAME:TASK:PATH, for instance"):
-        evaluate.named_set(text)
 
 
 def test_the_example_reads_a_published_file(tmp_path):
@@ -110,16 +78,13 @@ def test_another_model_or_tokenizer_has_files_of_its_own():
     assert len(labels) == 3
 
 
-def test_temperature_0_is_greedy_and_needs_one_response():
+def test_temperature_0_is_greedy():
     config = tiny.get_config()
     config.eval.sets.arithmetic.update(temperature=0.0, k=1)
     checks.check(config)
     (stream,) = components.eval_streams(config, components.tokenizer(config))
     sampling = stream.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, 1)
-    config.eval.sets.arithmetic.k = 2
-    with pytest.raises(ValueError, match=r"its 2 responses to a problem would all be the same"):
-        checks.check(config)
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,13 @@ import itertools
 import json
 import pathlib
 import random
-import signal
 import time
 
 import pytest
 import runs
 from conftest import FULL, cases
-from processes import started, wait_for
+from disturbed import killed, rows_of, training
+from processes import ran, started
 
 from dapo_jax.logs.files import read_rows
 from dapo_jax.logs.metrics import untimed
@@ -22,53 +22,25 @@ from dapo_jax.logs.metrics import untimed
 pytestmark = pytest.mark.faults
 STEPS = 12
 KILLS = 10 if FULL else 2  # of a test of real runs
-TRAIN = (
-    *("-m", "dapo_jax.train", "--config=tests/small_config.py"),
-    *(f"--config.num_steps={STEPS}", "--config.checkpoint.every_steps=1"),
-    *("--config.checkpoint.keep=2", "--config.eval.every_steps=0"),
-)
+TURN = (f"num_steps={STEPS}",)
 EPISODES = (  # many a kill comes in the middle of a call
-    *TRAIN,
-    "--config.data.train.environment=tests.ext_tasks.slow:Slow",
-    *("--config.rollout.max_response_tokens=96", "--config.learner.row_tokens=512"),
+    *TURN,
+    "data.train.environment=tests.ext_tasks.slow:Slow",
+    *("rollout.max_response_tokens=96", "learner.row_tokens=512"),
 )
 
 
-def names(folder: pathlib.Path) -> set[str]:
-    """Lists what is in a folder, half-written checkpoints too."""
-    return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+def contents(workdir: pathlib.Path, flags: tuple[str, ...]) -> list:
+    """Gives the command until it is done; all that no clock decides, of the state the digests.
 
-
-def status(arguments, log: pathlib.Path, *, kill=lambda process: None) -> int:
-    """Gives a command and returns its status. kill: returns when the process has to die."""
-    with log.open("a") as output, started([*arguments], outputs=[output]) as (process,):
-        if kill(process):
-            process.kill()
-        return process.wait()
-
-
-def after_a_save_begins(checkpoints: pathlib.Path, seconds: float):
-    """Makes a `kill` for so long after a process begins to save."""
-    before = names(checkpoints)
-
-    def kill(process) -> bool:
-        wait_for(lambda: process.poll() is not None or not names(checkpoints) <= before)
-        time.sleep(seconds)
-        return True
-
-    return kill
-
-
-def contents(workdir: pathlib.Path, clocked: tuple[str, ...]) -> list:
-    """Reads all of a run that no clock decides; of the state the digests.
-
-    clocked: what the names of metrics begin with that depend on when slots fall idle.
+    Of episodes a clock decides when slots fall idle, and so how many prompts are issued.
     """
+    clocked = runs.SCHEDULE if flags == EPISODES else ()
 
     def fixed(row) -> dict:
         return {k: v for k, v in untimed(row).items() if not k.startswith(clocked)}
 
-    rows = list(map(fixed, read_rows(workdir / "metrics.jsonl")))
+    rows = list(map(fixed, rows_of(workdir, *flags)))
     newest = workdir / "checkpoints" / str(STEPS)
     progress = fixed(json.loads((newest / "progress" / "metadata").read_text()))
     progress["row"] = fixed(progress["row"])
@@ -78,23 +50,19 @@ def contents(workdir: pathlib.Path, clocked: tuple[str, ...]) -> list:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, request):
-    """A run that nobody kills: (seconds of its start, of a step, command, clocked, contents)."""
-    train, clocked = request.param
+    """A run that nobody kills: (its flags, contents, seconds of its start, seconds of a step)."""
     workdir, began = tmp_path_factory.mktemp("whole"), time.monotonic()
-    log = workdir.with_suffix(".log")
-    assert status([*train, f"--workdir={workdir}"], log) == 0, log.read_text()[-2_000:]
-    rows = read_rows(workdir / "metrics.jsonl")
-    stepping = sum(row["seconds/total"] for row in rows)
-    start_seconds = time.monotonic() - began - stepping
-    return start_seconds, stepping / STEPS, *request.param, contents(workdir, clocked)
+    found, seconds = contents(workdir, request.param), time.monotonic() - began
+    stepping = sum(row["seconds/total"] for row in read_rows(workdir / "metrics.jsonl"))
+    return request.param, found, seconds - stepping, stepping / STEPS
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "whole, seed",
     [
-        *(pytest.param((TRAIN, ()), seed, id=f"turn-{seed}") for seed in cases(1, 10)),
-        *(pytest.param((EPISODES, runs.SCHEDULE), i, id=f"episode-{i}") for i in cases(1, 2)),
+        *(pytest.param(TURN, seed, id=f"turn-{seed}") for seed in cases(1, 10)),
+        *(pytest.param(EPISODES, seed, id=f"episode-{seed}") for seed in cases(1, 2)),
     ],
     indirect=["whole"],
 )
@@ -103,23 +71,20 @@ def test_a_killed_run_that_is_given_again_is_bitwise_that_of_no_kill(
 ):
     """Rows (timings aside), all responses, the final state and the progress."""
     record_property("faults", KILLS)
-    start_seconds, step_seconds, train, clocked, expected = whole
+    flags, expected, start_seconds, step_seconds = whole
     moments, left = random.Random(seed), KILLS
     for number in itertools.count():  # a run may be done before all kills have come
-        workdir, log = tmp_path / str(number), tmp_path / f"{number}.log"
-        command = [*train, f"--workdir={workdir}"]
+        workdir = tmp_path / str(number)
         while left:
-            if moments.random() < 0.25:
-                seconds = moments.uniform(0, start_seconds)
-                kill = lambda process, seconds=seconds: time.sleep(seconds) or True  # noqa: E731
-            else:
+            how = {"seconds": moments.uniform(0, start_seconds)}
+            if moments.random() > 0.25:
                 seconds = moments.uniform(0, 2 * step_seconds)
-                kill = after_a_save_begins(workdir / "checkpoints", seconds)
-            if status(command, log, kill=kill) != -signal.SIGKILL:
-                break
+                how = {"seconds": seconds, "saving": workdir / "checkpoints"}
+            with training(workdir, *flags) as process:
+                if not killed(process, **how):
+                    break
             left -= 1
-        assert status(command, log) == 0, log.read_text()[-2_000:]
-        assert contents(workdir, clocked) == expected
+        assert contents(workdir, flags) == expected
         if not left:
             return
 
@@ -148,11 +113,11 @@ print(int(state["a"][12345]), cursor)
 
 @pytest.mark.parametrize("seed", cases(1, 10))
 def test_a_program_that_only_saves_goes_on_after_a_kill(seed, tmp_path):
-    log, command = tmp_path / "log", ["-c", SNAPSHOTS, str(tmp_path / "saved")]
-    kill = after_a_save_begins(tmp_path / "saved", random.Random(seed).uniform(0, 0.3))
-    assert status(command, log, kill=kill) == -signal.SIGKILL
-    assert status(command, log) == 0, log.read_text()[-2_000:]
+    saved, seconds = tmp_path / "saved", random.Random(seed).uniform(0, 0.3)
+    with started(["-c", SNAPSHOTS, str(saved)]) as (process,):
+        assert killed(process, seconds=seconds, saving=saved)
     a = 12345
     for step in range(30):
         a = (a * 1664525 + step) % 2**32
-    assert log.read_text().splitlines()[-1] == f"{a} {sum(range(30))}"
+    said = ran("-c", SNAPSHOTS, saved).stdout.splitlines()
+    assert said[-1] == f"{a} {sum(range(30))}"

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from conftest import FULL, cases
 from safetensors.numpy import load_file, save_file
-from small_config import get_config
+from small_config import small
 
 from configs import base
 from dapo_jax import learner, train
@@ -29,14 +29,9 @@ NOT_FINITE = (np.nan, np.inf, -np.inf)
 WEIGHTS = "model.safetensors"
 # What no device can compute with, and a rate at which every weight would be replaced.
 REFUSED = (
-    ("learner.learning_rate", 1e39),
-    ("learner.learning_rate", 1e6),
-    ("learner.learning_rate", np.nan),
-    ("learner.adam_eps", 1e-50),
-    ("learner.max_grad_norm", 1e39),
-    ("learner.weight_decay", 1e39),
-    ("rollout.temperature", 1e-42),
-    ("algo.overlong_factor", 1e39),
+    *(("learner.learning_rate", value) for value in (1e39, 1e6, np.nan)),
+    *(("learner.max_grad_norm", 1e39), ("learner.weight_decay", 1e39), ("learner.adam_eps", 1e-50)),
+    *(("rollout.temperature", 1e-42), ("algo.overlong_factor", 1e39)),
 )
 # What is allowed and absurd.
 ABSURD = (
@@ -61,7 +56,6 @@ class Scored(Arithmetic):
     score: float = 0.0
 
     def grade_many(self, responses, example):
-        """Grades all responses to an example."""
         verdicts = super().grade_many(responses, example)
         return [v._replace(score=self.score if v.correct else -1.0) for v in verdicts]
 
@@ -70,12 +64,8 @@ class Scored(Arithmetic):
 def config(monkeypatch):
     """The small config: three steps, nothing evaluated."""
     monkeypatch.setattr(cache, "PARTS", ((1, 1),))  # one program for decoding
-    config = get_config()
-    config.num_steps = 3
-    config.eval.every_steps = 0
-    config.checkpoint.every_steps, config.checkpoint.keep = 1, 9
-    config.log.samples_every_steps = config.log.rollouts_every_steps = 0
-    return config
+    never = {"eval.every_steps": 0, "log.samples_every_steps": 0, "log.rollouts_every_steps": 0}
+    return small(num_steps=3, **never, **{"checkpoint.every_steps": 1, "checkpoint.keep": 9})
 
 
 def programs(config) -> components.Programs:
@@ -109,15 +99,15 @@ def test_a_number_in_a_start_model_is_refused(seed, lora_rank, config, tmp_path)
 @pytest.mark.parametrize("seed", cases(1, 10))
 def test_a_number_in_a_checkpoint_is_refused_by_its_name(seed, config, tmp_path):
     """One that is whole otherwise."""
-    rng, built = np.random.default_rng(seed), programs(config)
-    leaves, structure = jax.tree.flatten(built.state)
-    names, arrays = [*learner.named(built.state)], [np.ones(a.shape, a.dtype) for a in leaves]
+    rng, state = np.random.default_rng(seed), programs(config).state
+    leaves, structure = jax.tree.flatten(state)
+    names, arrays = [*learner.named(state)], [np.ones(a.shape, a.dtype) for a in leaves]
     i = int(rng.choice([i for i, leaf in enumerate(leaves) if leaf.ndim > 0]))
     arrays[i].reshape(-1)[rng.integers(arrays[i].size)] = NOT_FINITE[seed % 3]
     placed = hosts.place(arrays, [leaf.sharding for leaf in leaves])
     row = {"step": 0, "groups/informative": 4, "groups/sampled": 8}
-    progress = {"cursor": 8, "sampled_tokens_total": 1, "row": row}
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=None)
+    progress = {"cursor": 8, "sampled_tokens_total": 1, "row": row}
     checkpoints.save(1, jax.tree.unflatten(structure, placed), progress)
     checkpoints.close()
     assert_refused(config, tmp_path, names[i], saved=["1"])
@@ -129,37 +119,27 @@ def test_a_setting_that_float32_cannot_hold_is_refused(name, value, config, tmp_
     assert_refused(config, tmp_path, name)
 
 
-def assert_not_wrong_in_silence(config, workdir: pathlib.Path, printed) -> None:
-    """Lets a run end as it likes: refused, stopped, with alarms, or learning; and saves are finite.
-
-    printed: returns what it has said.
-    """
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", (*ABSURD, *SCORES) if FULL else ABSURD[:1], ids=str)
+def test_absurd_settings_and_scores_are_not_wrong_in_silence(settings, config, tmp_path, capsys):
+    """A run may end as it likes: refused, stopped, with alarms, or learning; saves are finite."""
+    if isinstance(settings, float):
+        args = {"score": settings}
+        config.data.train = base.dataset(task=f"{__name__}:Scored", count=200, args=args)
+    else:
+        config.update_from_flattened_dict(settings)
     try:
-        train.train(config, workdir)
+        train.train(config, tmp_path)
     except SystemExit as end:
         assert isinstance(end.code, str)
     except (ValueError, OSError) as error:
         assert failures.raised_by_us(error)
     else:
-        row = read_rows(workdir / "metrics.jsonl")[-1]
+        row = read_rows(tmp_path / "metrics.jsonl")[-1]
         is_healthy = row["accuracy/mean"] > 0 and not row.get("alarms")
-        assert is_healthy or "alarm at step" in printed()
-    checkpoints = Checkpoints(workdir / "checkpoints", keep=None)
+        assert is_healthy or "alarm at step" in capsys.readouterr().out
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=None)
     for step in range(1, (checkpoints.latest_step() or 0) + 1):
         state, _ = checkpoints.restore(step, programs(config).state)
         assert all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(state))
     checkpoints.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("settings", ABSURD if FULL else ABSURD[:1], ids=str)
-def test_absurd_settings_are_not_wrong_in_silence(settings, config, tmp_path, capsys):
-    config.update_from_flattened_dict(settings)
-    assert_not_wrong_in_silence(config, tmp_path, lambda: capsys.readouterr().out)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("score", SCORES if FULL else ())
-def test_scores_that_are_not_finite_are_not_wrong_in_silence(score, config, tmp_path, capsys):
-    config.data.train = base.dataset(task=f"{__name__}:Scored", count=200, args={"score": score})
-    assert_not_wrong_in_silence(config, tmp_path, lambda: capsys.readouterr().out)

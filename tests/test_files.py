@@ -13,6 +13,7 @@ import pytest
 from google.api_core.exceptions import Forbidden
 from google.auth.exceptions import DefaultCredentialsError
 from processes import ROOT, ran
+from small_config import small
 
 from configs import tiny
 from dapo_jax.checkpoints import fingerprint
@@ -34,9 +35,7 @@ REFUSED = (
     "at gs://b/r/2/: it does not have storage.objects.create access [http_response_code='403'] ["
     'http_response_body=\'{"error": {"code": 403}}\']'
 )
-CLOSED = (
-    "GET https://storage.googleapis.com/storage/v1/b/b?prettyPrint=false: no storage.buckets.get"
-)
+CLOSED = "GET https://storage.googleapis.com/storage/v1/b/b?a=false: no storage.buckets.get"
 
 
 def answered(status: int) -> Exception:
@@ -76,11 +75,9 @@ def test_a_failed_write_is_one_line_with_path_and_cause(error, line, status):
 def test_an_error_of_ours_keeps_its_words_and_a_bug_its_traceback():
     """A refusal does not print its cause; an error handled before a bug is not the bug's cause."""
     with pytest.raises(FileNotFoundError) as refused:
-        _refuse()
-    assert failures.explain(refused.value) == (
-        "model.path = '/none': there is no such directory",
-        1,
-    )
+        components.tokenizer(small(**{"model.path": "/none"}))
+    line = "model.path = '/none': there is no such directory"
+    assert failures.explain(refused.value) == (line, 1)
     assert failures.is_explained(refused.value)
     try:
         try:
@@ -89,12 +86,6 @@ def test_an_error_of_ours_keeps_its_words_and_a_bug_its_traceback():
             {}["missing"]
     except KeyError as bug:
         assert not failures.is_explained(bug)
-
-
-def _refuse():
-    config = tiny.get_config()
-    config.model.path = "/none"
-    components.tokenizer(config)
 
 
 def test_a_command_on_a_full_disk_ends_with_one_line_its_threads_too():
@@ -111,12 +102,9 @@ def main(_):
     fill()
 command.run(main)
 """
-    line = (
-        "the storage: No space left on device (ENOSPC); mend that and give the same command again"
-    )
-    done = ran("-c", program, status=1)
-    said = [f"writer: {line}", f"error: {line}", "(--debug shows where)"]
-    assert done.stderr.splitlines() == said
+    line = "the storage: No space left on device (ENOSPC); mend that and give the same command "
+    said = [f"writer: {line}again", f"error: {line}again", "(--debug shows where)"]
+    assert ran("-c", program, status=1).stderr.splitlines() == said
 
 
 def test_every_start_is_recorded(tmp_path):
@@ -198,18 +186,17 @@ def test_a_run_does_not_import_what_its_config_names(tmp_path, monkeypatch):
     (tmp_path / "payload.py").write_text("import pathlib; pathlib.Path('run').touch()")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
-    config = tiny.get_config()
-    config.mesh.slices = 2
-    (tmp_path / "config.json").write_text(config.to_json_best_effort())
+
+    def written(**settings):
+        (tmp_path / "config.json").write_text(small(**settings).to_json_best_effort())
+
+    written(**{"mesh.slices": 2})
     mesh = policy.run_config(tmp_path, trust_code=False).mesh
     assert (mesh.slices, mesh.data, mesh.model) == (1, -1, 1)  # of this machine
-
-    config.model.family = "payload"
-    (tmp_path / "config.json").write_text(config.to_json_best_effort())
+    written(**{"model.family": "payload"})
     message = r"config\.json: model\.family = 'payload' is a custom module; --trust_code imports it"
-    with pytest.raises(ValueError, match=message):
-        convert("run:.", "hf:out", dtype="float32")
-    assert not (tmp_path / "run").exists()
-    with pytest.raises(ValueError, match="registers 0 families"):
-        convert("run:.", "hf:out", dtype="float32", trust_code=True)
+    for how, said in (({}, message), ({"trust_code": True}, "registers 0 families")):
+        assert not (tmp_path / "run").exists()
+        with pytest.raises(ValueError, match=said):
+            convert("run:.", "hf:out", dtype="float32", **how)
     assert (tmp_path / "run").exists()

@@ -9,7 +9,7 @@ import types
 
 import numpy as np
 import pytest
-from small_config import get_config
+from small_config import small
 
 from configs import base
 from dapo_jax.checkpoints import fingerprint
@@ -33,8 +33,7 @@ def fingerprint_of(train=None, held_out=None, mixture=(), weights=(1.0,), **sett
     def dataset(some):
         return types.SimpleNamespace(prompts=some)
 
-    config = get_config()
-    config.update_from_flattened_dict(settings)
+    config = small(**settings)
     with config.unlocked():
         for i, weight in enumerate(weights[:-1]):
             config.data.mixture[f"set{i}"] = base.dataset(weight=weight)
@@ -53,10 +52,12 @@ def said_of(new: dict, old: dict | None = None) -> list[str]:
     return reports
 
 
-def test_the_same_run_and_what_may_change_are_silent():
+def test_the_same_run_and_what_may_change_are_silent_and_an_evaluation_set_is_said():
     assert said_of(fingerprint_of()) == []
     changed = {"num_steps": 9, "checkpoint.every_steps": 1, "mesh.cpu_devices": 1}
     assert said_of(fingerprint_of(**changed)) == []
+    (report,) = said_of(fingerprint_of(held_out=prompts(5, r2="8")))
+    assert report.startswith("eval.sets.arithmetic: its prompts differ:")
 
 
 TWO = {"mixture": [prompts(30)], "weights": (1.0, 2.0)}
@@ -85,14 +86,22 @@ def test_a_fork_or_resumed_run_has_the_same_mixture(new, message):
 
 def test_the_tokenizers_files_belong_to_a_run(tmp_path):
     """Other tokens ended the responses of a resumed run, those of generation_config.json."""
-    name = "generation_config.json"
-
-    def with_file(content: str):
+    name, found = "generation_config.json", []
+    for content in "78":
         (tmp_path / name).write_text(content)
-        return fingerprint_of(**{"tokenizer.path": str(tmp_path)})
-
+        found.append(fingerprint_of(**{"tokenizer.path": str(tmp_path)}))
     with pytest.raises(ValueError, match=f"tokenizer.path: {name} differs"):
-        said_of(with_file("7"), with_file("8"))
+        said_of(*found)
+
+
+FILES = {
+    "mine/__init__.py": "from .units import ONE\n1\n",
+    "mine/task.py": "import numpy\nfrom .units import ONE\ndef f():\n    import helper\n    1",
+    "mine/units.py": "ONE = 1\n",
+    "helper.py": "from dapo_jax.types import Verdict\nONE = 1\n",
+    "loose/task.py": "ONE = 1\n",
+    "gates.py": "def extra():\n    return 1\n",
+}
 
 
 @pytest.mark.parametrize(
@@ -113,38 +122,22 @@ def test_custom_code_belongs_to_a_run(tmp_path, monkeypatch, settings, edited, r
 
     What a named file imports may change. A folder may have no __init__.py.
     """
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "loose").mkdir()
-    files = {
-        "mine/__init__.py": "from .units import ONE\n1\n",
-        "mine/task.py": "import numpy\nfrom .units import ONE\ndef f():\n    import helper\n    1",
-        "mine/units.py": "ONE = 1\n",
-        "helper.py": "from dapo_jax.types import Verdict\nONE = 1\n",
-        "loose/task.py": "ONE = 1\n",
-        "gates.py": "def extra():\n    return 1\n",
-    }
-    for name, text in files.items():
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("mine", "loose"):  # of another case
         monkeypatch.delitem(sys.modules, name, raising=False)
-
     old = fingerprint_of(**settings)
     assert said_of(fingerprint_of(**settings), old) == []
-    (tmp_path / edited).write_text(files[edited].replace("1", "4"))
+    (tmp_path / edited).write_text(FILES[edited].replace("1", "4"))
+    new = fingerprint_of(**settings)
     if refusal.startswith("said: ") or not refusal:
-        assert "".join(said_of(fingerprint_of(**settings), old)).startswith(
-            refusal.removeprefix("said: ")
-        )
+        assert "".join(said_of(new, old)).startswith(refusal.removeprefix("said: "))
         return
     with pytest.raises(ValueError, match=rf"{refusal}\S* differs.*a fork, which goes on"):
-        said_of(fingerprint_of(**settings), old)
-    fingerprint.require_parent(old, fingerprint_of(**settings), "checkpoint 5")
-
-
-def test_another_evaluation_set_is_said():
-    (report,) = said_of(fingerprint_of(held_out=prompts(5, r2="8")))
-    assert report.startswith("eval.sets.arithmetic: its prompts differ:")
+        said_of(new, old)
+    fingerprint.require_parent(old, new, "checkpoint 5")
 
 
 def test_extras_that_are_no_json_have_a_digest_that_is_the_same_each_time():
@@ -171,17 +164,16 @@ def test_a_run_of_an_older_version_goes_on():
 
 def test_the_same_texts_as_other_tokens_are_another_runs():
     """A template that writes the day, or another version of its library, went unnoticed."""
-
-    def tokens(ids):
-        digests = fingerprint.of_prompts([Prompt(np.array(ids, np.int32), Example((), "", "", 0))])
-        return fingerprint_of() | {"data": {"data.train": digests}}
-
-    assert said_of(tokens([1, 2]), tokens([1, 2])) == []
+    a, b = (
+        fingerprint.of_prompts([Prompt(np.array([1, last], np.int32), Example((), "", "", 0))])
+        for last in (2, 3)
+    )
+    one, other = (fingerprint_of() | {"data": {"data.train": digests}} for digests in (a, b))
+    assert said_of(one, one) == []
     with pytest.raises(ValueError, match=r"data\.train: its prompts are the same, but not "):
-        said_of(tokens([1, 3]), tokens([1, 2]))
-    older = tokens([1, 2])
-    del older["data"]["data.train"]["ids"]
-    assert said_of(tokens([1, 3]), older) == []
+        said_of(other, one)
+    del a["ids"]  # of an older version
+    assert said_of(other, one) == []
 
 
 def test_sets_in_another_order_are_another_stream():

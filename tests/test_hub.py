@@ -6,25 +6,22 @@ import re
 import shutil
 
 import hub_server
-import processes
 import pytest
 from huggingface_hub import constants
 from processes import ROOT
-from small_config import get_config
+from small_config import small
 
 from dapo_jax import hub
 from dapo_jax.checkpoints import fingerprint
-from dapo_jax.logs.files import read_json
+from dapo_jax.evaluation import settings_of
 from dapo_jax.process import failures
 from dapo_jax.setup import components, dry_run
 
 CHECKPOINT = ROOT / "experiments/tiny_base/checkpoint"
 MODEL = {file.name: file.read_bytes() for file in CHECKPOINT.iterdir()}
-ROWS = b"".join(
-    json.dumps({"prompt": f"{a} + {b}", "answer": f"{a + b}"}).encode() + b"\n"
-    for a in range(10, 30)
-    for b in range(10, 20)
-)
+PAIRS = [(a, b) for a in range(10, 30) for b in range(10, 20)]
+ROWS = [json.dumps({"prompt": f"{a} + {b}", "answer": f"{a + b}"}) for a, b in PAIRS]
+ROWS = "".join(f"{row}\n" for row in ROWS).encode()
 TRAIN, HELD_OUT = (f"hf://datasets/someone/sums/data/{name}.jsonl" for name in ("train", "test"))
 
 
@@ -34,21 +31,19 @@ def served(tmp_path, monkeypatch):
     with hub_server.serving() as it:
         others = {"README.md": b"#", "pytorch_model.bin": b"0" * 9, "tiny.gguf": b"0" * 9}
         it.repo("someone/tiny").commit(MODEL | others | {"original/model.safetensors": b"0" * 9})
-        it.repo("someone/sums", "dataset").commit(
-            {"data/train.jsonl": ROWS, "data/test.jsonl": ROWS}
-        )
-        home = tmp_path / "home"
-        for name, value in {"HF_ENDPOINT": it.url, "HF_HOME": str(home)}.items():
-            monkeypatch.setenv(name, value)
+        files = dict.fromkeys(("data/train.jsonl", "data/test.jsonl"), ROWS)
+        it.repo("someone/sums", "dataset").commit(files)
+        home, template = tmp_path / "home", it.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setenv("HF_ENDPOINT", it.url)
+        monkeypatch.setenv("HF_HOME", str(home))
         for name in ("HF_HUB_OFFLINE", "HF_TOKEN"):
             monkeypatch.delenv(name, raising=False)
-        # What the library made of the environment when it was imported:
-        template = it.url + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "ENDPOINT", it.url)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(home / "token"))
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        for name, value in {  # what the library made of the environment when it was imported
+            **{"ENDPOINT": it.url, "HUGGINGFACE_CO_URL_TEMPLATE": template},
+            **{"HF_HUB_CACHE": str(home / "hub"), "HF_TOKEN_PATH": str(home / "token")},
+            "HF_HUB_OFFLINE": False,
+        }.items():
+            monkeypatch.setattr(constants, name, value)
         monkeypatch.setattr(hub, "_fetched", {})
         yield it
 
@@ -56,17 +51,6 @@ def served(tmp_path, monkeypatch):
 def fetched(path: str, key: str = "model.path") -> pathlib.Path:
     hub.fetch({key: path})
     return pathlib.Path(hub.local(path))
-
-
-def run_config(**settings):
-    """A run of few steps, whose model and sets have names on the hub."""
-    config = get_config()
-    config.model.path, config.num_steps, config.checkpoint.every_steps = "someone/tiny", 2, 1
-    for of_set, path in ((config.data.train, TRAIN), (config.eval.sets.arithmetic, HELD_OUT)):
-        of_set.kind, of_set.path = "jsonl", path
-    config.eval.sets.arithmetic.max_prompts = 6
-    config.update_from_flattened_dict(settings)
-    return config
 
 
 def test_a_model_is_downloaded_once_and_its_needed_files_alone(served, capsys):
@@ -157,10 +141,12 @@ def test_offline_the_cache_is_enough_and_what_it_lacks_is_said(served, monkeypat
 
 
 def test_a_dry_run_reads_all_by_name_and_the_fingerprint_has_the_commits(served, tmp_path, capsys):
-    dry_run.dry_run(run_config(), tmp_path / "run", None)
+    config = small(**{"model.path": "someone/tiny"})
+    for of_set, path in ((config.data.train, TRAIN), (config.eval.sets.arithmetic, HELD_OUT)):
+        of_set.kind, of_set.path = "jsonl", path
+    dry_run.dry_run(config, tmp_path / "run", None)
     text = capsys.readouterr().out
     assert "train.jsonl: 200 rows" in text and "test.jsonl: 200 rows" in text
-    config = run_config()
     tokenizer = components.tokenizer(config)
     data = components.load_data(config, tokenizer, training=True)
     ours = fingerprint.of_run(config, data)
@@ -168,16 +154,5 @@ def test_a_dry_run_reads_all_by_name_and_the_fingerprint_has_the_commits(served,
     tiny, sums = (repo.branches["main"] for repo in served.repos.values())
     assert ours["hub"] == {TRAIN: sums, HELD_OUT: sums, "someone/tiny": tiny}
     assert set(ours["files"]["model.path"]) == set(MODEL)
-
-
-@pytest.mark.slow
-def test_an_evaluation_takes_model_and_set_by_name(served, tmp_path):
-    command = ["-m", "dapo_jax.evaluate", "--model=someone/tiny", "--k=2"]
-    command += [f"--workdir={tmp_path}", f"--set=sums:jsonl:{HELD_OUT}", "--max_tokens=8"]
-    command += ["--config.eval.max_prompts=4"]
-    processes.ran(*command)
-    (result,) = tmp_path.glob("eval/0.sums.*[0-9a-f].json")
-    (settings,) = read_json(result)["settings"].values()
-    tiny, sums = (repo.branches["main"] for repo in served.repos.values())
-    assert settings["model"] == "someone/tiny"
-    assert settings["hub"] == {HELD_OUT: sums, "someone/tiny": tiny}
+    of_set = settings_of(config, of_model=True)["arithmetic"]  # of an evaluation's results
+    assert (of_set["model"], of_set["hub"]) == ("someone/tiny", ours["hub"])

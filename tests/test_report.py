@@ -1,4 +1,4 @@
-"""The report: runs from files, their figures, and the page, which needs no other file."""
+"""Reports: what is read of runs, drawn, put on a page, and compared."""
 
 import dataclasses
 import gzip
@@ -15,68 +15,44 @@ from dapo_jax.logs.files import json_line, write_rollouts
 from dapo_jax.report import compare, page, plots
 from dapo_jax.report.__main__ import load, write_report
 from dapo_jax.report.rows import write_rows
-from dapo_jax.report.runs import (
-    Run,
-    by_arm,
-    column,
-    complete,
-    load_run,
-    summary_lines,
-)
+from dapo_jax.report.runs import Run, by_arm, column, complete, load_run, summary_lines
 
 HOSTILE = '</script><script>alert(1)</script>"><img src=x onerror=alert(2)>\u2028<!--'
+SCORE = "held_out", "mean@8"
 
 
 def _run(*, seed=0, arm="", steps=4, gain=0.1, **config):
     """A run whose accuracy rises by `gain` a step from a start that is the seed's."""
     accuracy = [0.1 + 0.01 * seed + gain * step for step in range(steps)]
     rows = [
-        {
-            "step": step,
-            "accuracy/mean": value,
-            "entropy": 0.5 - 0.01 * step,
-            "grad_norm": None if step == 2 else 0.1,
-            "updates_skipped": int(step == 2),
-            "sampled_tokens_total": 20_000 * (step + 1),
-            "seconds/rollout": 6.0,
-            "seconds/total": 10.0,
-        }
+        {"step": step, "accuracy/mean": value, "entropy": 0.5 - 0.01 * step}
+        | {"grad_norm": None if step == 2 else 0.1, "updates_skipped": int(step == 2)}
+        | {"sampled_tokens_total": 20_000 * (step + 1)}
+        | {"seconds/rollout": 6.0, "seconds/total": 10.0}
         for step, value in enumerate(accuracy)
     ]
-    return Run(
-        rows=rows,
-        evaluations={("held_out", "mean@8"): {0: accuracy[0], steps: accuracy[-1] + gain}},
-        config={"seed": seed, "algo.eps_high": 0.28} | config,
-        starts=[{"commit": "c0ffee", "time": "2026-01-01", "command": "train", "versions": {}}],
-        arm=arm,
-    )
+    start = {"commit": "c0ffee", "time": "2026-01-01", "command": "train", "versions": {}}
+    scores = {SCORE: {0: accuracy[0], steps: accuracy[-1] + gain}}
+    return Run(rows, scores, {"seed": seed, "algo.eps_high": 0.28} | config, [start], arm=arm)
 
 
-def _written(workdir, *, seed=0, **settings):
+def _written(workdir, **settings):
     """The directory of a run."""
-    run = _run(seed=seed, **settings)
+    run = _run(**settings)
     (workdir / "eval").mkdir(parents=True)
     (workdir / "metrics.jsonl").write_bytes(b"".join(map(json_line, run.rows)))
-    for step, score in run.evaluations["held_out", "mean@8"].items():
+    for step, score in run.evaluations[SCORE].items():
         result = {"step": step, "sets": {"held_out": {"mean@8": score, "problems": 64}}}
         (workdir / "eval" / f"{step}.json").write_text(json.dumps(result))
-    config = {"seed": seed, "algo": {"eps_high": run.config["algo.eps_high"], "eps_low": 0.2}}
-    (workdir / "config.json").write_text(json.dumps(config | {"sets": {}}))
+    config = {"seed": run.seed, "algo": {"eps_high": 0.28, "eps_low": 0.2}, "sets": {}}
+    (workdir / "config.json").write_text(json.dumps(config))
     return workdir
 
 
 def _response(text="1+1=2", *, correct=True, truncated=False, **other):
-    return {
-        "prompt": "What is 1+1?",
-        "response": text,
-        "ground_truth": "2",
-        "prediction": "2" if correct else None,
-        "correct": correct,
-        "reward": 1.0 if correct else -1.0,
-        "tokens": 5,
-        "truncated": truncated,
-        **other,
-    }
+    found = {"prompt": "What is 1+1?", "response": text, "ground_truth": "2", "correct": correct}
+    found |= {"prediction": "2" if correct else None, "reward": 1.0 if correct else -1.0}
+    return found | {"tokens": 5, "truncated": truncated} | other
 
 
 def _with_rollouts(run, workdir, rows, *, steps=(0,)):
@@ -85,19 +61,14 @@ def _with_rollouts(run, workdir, rows, *, steps=(0,)):
     return dataclasses.replace(run, workdir=workdir)
 
 
-def _tags_and_words(text):
-    """The tags of a page, and its text without them."""
-    return re.findall(r"<(\w+)", text), html.unescape(re.sub("<[^>]*>", "", text))
-
-
 # Runs from files.
 
 
 def test_load_run_reads_evaluations_in_order_of_steps(tmp_path):
     run = load_run(_written(tmp_path / "run", steps=40, gain=0.01))
     assert len(run.rows) == run.finished_steps == 40
-    assert run.evaluations == {("held_out", "mean@8"): pytest.approx({0: 0.1, 40: 0.5})}
-    assert list(run.evaluations["held_out", "mean@8"]) == [0, 40]
+    assert run.evaluations == {SCORE: pytest.approx({0: 0.1, 40: 0.5})}
+    assert list(run.evaluations[SCORE]) == [0, 40]
     assert run.config == {"algo.eps_high": 0.28, "algo.eps_low": 0.2, "seed": 0, "sets": {}}
     (tmp_path / "run" / "eval" / "0.json").write_text('{"step": 0, ')
     with pytest.raises(ValueError, match=r"0\.json is not JSON"):
@@ -118,8 +89,8 @@ def test_summary_lines_compare_first_and_last():
         "held_out mean@8 10.0% -> 50.0% best 50.0% at step 40",
         *("train accuracy 11.5% -> 47.5% best 49.0% at step 39", "entropy 0.485 -> 0.125"),
         *("rollout steps 40", "wall time 0:07:30", "sampled tokens 800,000"),
-        "steps without an update 2",
-        *("sampled tokens per second 2,000", "updates skipped 1", "commit c0ffee"),
+        *("steps without an update 2", "sampled tokens per second 2,000"),
+        *("updates skipped 1", "commit c0ffee"),
     ):
         assert line in text
     none = Run(rows=[{"step": 0}], evaluations={}, config={})
@@ -129,7 +100,6 @@ def test_summary_lines_compare_first_and_last():
 def _sweep(folder, arms, seeds, planned):
     for arm, gain in arms.items():
         for seed in seeds:
-            (folder / arm).mkdir(parents=True, exist_ok=True)
             _written(folder / arm / f"seed_{seed}", seed=seed, gain=gain)
     plan = {"arms": {arm: {} for arm in arms}, "seeds": planned}
     (folder / "sweep.json").write_text(json.dumps(plan))
@@ -174,30 +144,19 @@ def _lines(figure, title):
     return panel.lines
 
 
-def _entropy_of(*columns, arm="a"):
-    runs = {
-        f"{arm}/seed_{seed}": Run(
-            [{"step": step, "entropy": value} for step, value in enumerate(column)],
-            {},
-            {"seed": seed},
-            arm=arm,
-        )
-        for seed, column in enumerate(columns)
-    }
-    return _lines(plots.curves(runs), "policy entropy, nats")
-
-
 def test_a_line_is_the_mean_of_the_seeds():
     """Where some seeds have no value it is dashed, over the others; infinities are none."""
-    dashed, thick = _entropy_of([1, 2, 3], [3.0, None, math.inf])
+    runs = {}
+    for seed, values in enumerate([[1, 2, 3], [3.0, None, math.inf]]):
+        rows = [{"step": step, "entropy": value} for step, value in enumerate(values)]
+        runs[f"a/seed_{seed}"] = Run(rows, {}, {"seed": seed}, arm="a")
+    dashed, thick = _lines(plots.curves(runs), "policy entropy, nats")
     assert dashed.get_linestyle() == "--"
     np.testing.assert_allclose(dashed.get_data(), ([0, 1, 2], [2, 2, 3]))
     np.testing.assert_allclose(thick.get_ydata(), [2, math.nan, math.nan])
     (band,) = thick.axes.collections
-    assert sorted({tuple(xy) for xy in band.get_paths()[0].vertices.tolist()}) == [
-        *((0, 1), (0, 3)),
-        *((1, 2), (2, 3)),
-    ]
+    vertices = sorted({tuple(xy) for xy in band.get_paths()[0].vertices.tolist()})
+    assert vertices == [(0, 1), (0, 3), (1, 2), (2, 3)]
 
 
 def test_figures_show_the_data():
@@ -205,14 +164,13 @@ def test_figures_show_the_data():
     runs = {f"_run ${n}$": _run(steps=40, gain=n) for n in (0.01, 0.02)}
     figure, over_tokens = plots.curves(runs), plots.accuracy_vs_tokens(runs)
     for number, run in enumerate(runs.values()):
-        accuracy = column(run.rows, "accuracy/mean")
-        drawn = _lines(figure, "accuracy: training")
-        np.testing.assert_allclose(drawn[number].get_data(), (range(40), accuracy))
-        drawn = _lines(over_tokens, "training samples")
-        np.testing.assert_allclose(drawn[number].get_data(), (20_000 * np.arange(40), accuracy))
-        scores = _lines(over_tokens, "held_out mean@8")[number].get_data()
-        np.testing.assert_allclose(scores[0], [0, 800_000])
-        np.testing.assert_allclose(scores[1], list(run.evaluations["held_out", "mean@8"].values()))
+        accuracy, scores = column(run.rows, "accuracy/mean"), [*run.evaluations[SCORE].values()]
+        for of, title, xs, ys in (
+            (figure, "accuracy: training", range(40), accuracy),
+            (over_tokens, "training samples", 20_000 * np.arange(40), accuracy),
+            (over_tokens, "held_out mean@8", [0, 800_000], scores),
+        ):
+            np.testing.assert_allclose(_lines(of, title)[number].get_data(), (xs, ys))
     (legend,) = figure.legends
     texts = legend.get_texts()
     assert [text.get_text() for text in texts] == [" _run $0.01$", " _run $0.02$"]
@@ -229,29 +187,22 @@ def test_hostile_text_stays_text(tmp_path):
     run.starts[0]["commit"] = HOSTILE
     path = write_report(tmp_path, {HOSTILE: run, "b/seed_0": _run(arm="b", note=1)})
     text = path.read_text()
-    tags, words = _tags_and_words(text)
-    assert not {"script", "base", "iframe", "a", "link"} & set(tags)
-    assert (
-        re.findall(r"<img src=\"(data:image/png;base64,|)", text) == ["data:image/png;base64,"] * 2
-    )
+    assert not {"script", "base", "iframe", "a", "link"} & set(re.findall(r"<(\w+)", text))
+    images = re.findall(r"<img src=\"(data:image/png;base64,|)", text)
+    assert images == ["data:image/png;base64,"] * 2
     assert "<!--" not in text and "http" not in text
-    assert words.count(HOSTILE) >= 8
+    assert html.unescape(re.sub("<[^>]*>", "", text)).count(HOSTILE) >= 8
 
 
 def test_samples_are_of_the_first_and_the_last_step(tmp_path):
-    rows = [
-        _response("no" * 999, correct=False, sample=0),
-        _response(sample=1),
-        *(_response("cut", correct=False, truncated=True, sample=0) for _ in range(50)),
-    ]
+    cut = _response("cut", correct=False, truncated=True, sample=0)
+    rows = [_response("no" * 999, correct=False, sample=0), _response(sample=1), *[cut] * 50]
     one = _with_rollouts(_run(arm="a"), tmp_path, rows, steps=range(3, 30))
-    runs = {"a/0": _run(arm="a"), "a/1": one, "a/2": one}
-    found = page.samples(runs)
+    found = page.samples({"a/0": _run(arm="a"), "a/1": one, "a/2": one})
     assert [row[:2] for row in found[:: page.SAMPLES]] == [["a/1", "3"], ["a/1", "29"]]
     assert len(found) == 2 * page.SAMPLES
-    assert found[0][2:] == [
-        *("What is 1+1?", f"{'no' * 375} ... {'no' * 375}", "wrong: None, answer 2", "5", "-1")
-    ]
+    shown = f"{'no' * 375} ... {'no' * 375}"
+    assert found[0][2:] == ["What is 1+1?", shown, "wrong: None, answer 2", "5", "-1"]
     assert found[1][4] == "truncated: None, answer 2"
     # A file that is cut costs its end only, a broken one all of it.
     write_rollouts(path := tmp_path / "rollouts" / "3.jsonl.gz", [_response("1" * 99)] * 2000)
@@ -287,7 +238,7 @@ def test_arms_are_compared_on_the_seeds_they_share():
     with pytest.raises(ValueError, match="no arm is called 'd'; there are a, b, c"):
         compare.tables(runs, baseline="d")
     # A run that died in its last evaluation stood in the table with an earlier one.
-    del (run := _run()).evaluations["held_out", "mean@8"][4]
+    del (run := _run()).evaluations[SCORE][4]
     assert name not in {quantity.name for quantity in compare.quantities({"a": run})}
 
 
@@ -312,6 +263,20 @@ def test_a_run_that_ended_early_is_not_the_end_of_its_arm():
     assert "not finished" not in compare.markdown(alone, title="")
 
 
+def test_a_fork_is_compared_with_its_parent_from_where_it_begins():
+    """One arm was averaged over ten steps, the other over one, between rows that are equal."""
+    rows = [
+        {"step": s, "sampled_tokens_total": 1_000 * (s + 1), "accuracy/mean": s / 40}
+        for s in range(30)
+    ]
+    config = {"num_steps": 30, "seed": 0}
+    runs = {"whole": Run(rows, {}, config), "fork": Run(rows[29:], {}, config)}
+    ((_, heads, means), (_, _, differences)), _ = compare.tables(runs)
+    assert means[0][1:] == means[1][1:]
+    assert means[0][heads.index("sampled tokens, thousands")] == "1"
+    assert {row[3] for row in differences} <= {"+0.0", "+0.000", "+0"}
+
+
 def test_the_command_prints_what_it_draws_and_leaves_each_runs_pictures_alone(tmp_path):
     """A comparison replaced the first run's own."""
     first, second = (_written(tmp_path / name, steps=3) for name in ("a", "b"))
@@ -327,20 +292,3 @@ def test_the_command_prints_what_it_draws_and_leaves_each_runs_pictures_alone(tm
     assert last == f"page: {first / 'report.html'}"
     error = ran(*report, f"--workdir={tmp_path}", status=1).stderr
     assert "metrics.jsonl" in error and "Traceback" not in error
-
-
-def test_a_fork_is_compared_with_its_parent_from_where_it_begins():
-    """One arm was averaged over ten steps, the other over one, between rows that are equal."""
-    keys = ("accuracy/mean", "reward/mean")
-    rows = [
-        {"step": s, "sampled_tokens_total": 1_000 * (s + 1), **dict.fromkeys(keys, s / 40)}
-        for s in range(30)
-    ]
-    whole, fork = (
-        Run(rows=part, evaluations={}, config={"num_steps": 30, "seed": 0})
-        for part in (rows, rows[29:])
-    )
-    ((_, heads, means), (_, _, differences)), _ = compare.tables({"whole": whole, "fork": fork})
-    assert means[0][1:] == means[1][1:]
-    assert means[0][heads.index("sampled tokens, thousands")] == "1"
-    assert {row[3] for row in differences} <= {"+0.0", "+0.000", "+0"}

@@ -37,28 +37,23 @@ def test_a_verdict_needs_both_tests():
 
     The scatter of all arms and the number of predictions did not count.
     """
-    claim = Claim(ENTROPY, "a", -1, "b")
-    assert verdict(claim, Interval(-1.0, -2.0, -0.5), 0.01) == "confirmed"
-    assert verdict(claim, Interval(1.0, 0.5, 2.0), 0.01) == "refuted"
-    assert verdict(claim, Interval(-1.0, -2.0, -0.5), 0.06) == "not significant"
-    assert verdict(claim, Interval(-1.0, -3.0, 1.0), 0.01) == "not significant"
-    assert verdict(claim, Interval(-1.0, -2.0, -0.5), math.nan) == "incomplete"
+    for interval, p, said in (
+        ((-1.0, -2.0, -0.5), 0.01, "confirmed"),
+        ((1.0, 0.5, 2.0), 0.01, "refuted"),
+        ((-1.0, -2.0, -0.5), 0.06, "not significant"),
+        ((-1.0, -3.0, 1.0), 0.01, "not significant"),
+        ((-1.0, -2.0, -0.5), math.nan, "incomplete"),
+    ):
+        assert verdict(Claim(ENTROPY, "a", -1, "b"), Interval(*interval), p) == said
 
 
 EPS_HIGH = {"a": 0.2, "b": 0.3, "c": 0.4}
 
 
 def _study(arms: str, claims=(), seeds=range(3)) -> Study:
-    return Study(
-        title="By hand",
-        config="configs/tiny.py",
-        settings={"num_steps": "3"},
-        arms={arm: f"algo.eps_high={EPS_HIGH[arm]}" for arm in arms},
-        quantities=(ENTROPY,),
-        drawn={},
-        claims=claims,
-        seeds=tuple(seeds),
-    )
+    how = {"title": "By hand", "config": "configs/tiny.py", "settings": {"num_steps": "3"}}
+    how |= {"arms": {arm: f"algo.eps_high={EPS_HIGH[arm]}" for arm in arms}, "drawn": {}}
+    return Study(**how, quantities=(ENTROPY,), claims=claims, seeds=tuple(seeds))
 
 
 def _runs(arms: str, seeds, value) -> dict[str, Run]:
@@ -121,9 +116,8 @@ def test_what_is_not_the_studys_is_left_out_and_said():
     assert "||a (4 seeds)|b (2 seeds)|" in text
     assert "|1.800 ± 2.121|" in text
     # A key below one that the study sets is the study's; others may differ.
-    made = dataclasses.replace(
-        made, settings={"num_steps": "3", "data.train.args": "{'easy': 1.0}"}
-    )
+    settings = {"num_steps": "3", "data.train.args": "{'easy': 1.0}"}
+    made = dataclasses.replace(made, settings=settings)
     for run in runs.values():
         run.config.update({"data.train.args.easy": 1.0, "learner.row_lengths": 2})
     assert "a/seed_0" in made.finished(runs)[0]

@@ -1,20 +1,18 @@
 """Sweeps: rows that are kept, plans, points run and stopped, and what seeds say of a difference."""
 
 import dataclasses
-import functools
 import json
 import math
 import os
 import pathlib
 import signal
-import subprocess
 import sys
 import threading
 import time
 
 import numpy as np
 import pytest
-from processes import ROOT, ran
+from processes import ran, started, wait_for
 from scipy import stats
 
 from dapo_jax.logs.files import locked
@@ -28,13 +26,8 @@ from dapo_jax.sweep.runner import Runner, environment, share
 
 
 def test_rows_come_back_rounded_without_the_machines_paths(tmp_path):
-    row = {
-        "sampled_tokens_total": 1000,
-        "accuracy/mean": 0.1234567890123,
-        "engine/occupancy": 0.9,
-        "seconds_in_rollout/host": 0.1,
-        "eval/held_out/mean@8": 0.5,
-    }
+    row = {"sampled_tokens_total": 1000, "accuracy/mean": 0.1234567890123}
+    row |= {"engine/occupancy": 0.9, "seconds_in_rollout/host": 0.1, "eval/held_out/mean@8": 0.5}
     kept = {"sampled_tokens_total": 1000, "accuracy/mean": 0.123457, "engine/occupancy": 0.9}
     run = Run(
         rows=[row | {"step": step, "entropy": [0.5, None][step]} for step in range(2)],
@@ -57,9 +50,6 @@ def test_rows_come_back_rounded_without_the_machines_paths(tmp_path):
     assert path.read_bytes() == before, "what was read is written as it was"
 
 
-A_S, B_S = np.array([3.0, 5.0, 4.0, 8.0]), np.array([1.0, 4.0, 2.0, 6.0])
-
-
 def test_intervals_and_p_values_are_scipys():
     rng = np.random.default_rng(0)
     for n in (2, 5, 9, 30):
@@ -79,8 +69,8 @@ def test_intervals_and_p_values_are_scipys():
 
 def test_the_pooled_interval_has_the_residual_of_all_arms():
     """With two arms it is the paired one; a third, that scatters, widens it."""
-    two = statistics.pooled_interval([A_S, B_S], 0, 1)
-    paired = statistics.paired_interval(A_S, B_S)
+    a_S, b_S = np.array([3.0, 5.0, 4.0, 8.0]), np.array([1.0, 4.0, 2.0, 6.0])
+    two, paired = statistics.pooled_interval([a_S, b_S], 0, 1), statistics.paired_interval(a_S, b_S)
     assert (two.low, two.high, two.p) == pytest.approx((paired.low, paired.high, paired.p))
     # Of two seeds an arm's residuals are half of its slope less the mean slope, up and down.
     value_AS = np.array([[3.0, 5.0], [1.0, 4.0], [2.0, 0.0]])
@@ -137,28 +127,6 @@ def test_arms_are_named_and_span_the_grid():
     assert plan.configs["qk+path=a_b"].learner.lora_targets == ("q", "k")
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"grid": ["algo.eps_hihg=0.2"]}, r"no key 'algo.eps_hihg'.*mean --config.algo.eps_high"),
-        ({"grid": ["algo.eps_high=0.2,x"]}, r"arm 'eps_high=x': .*could not convert.*'x'"),
-        ({"grid": ["algo.eps_high=-1"]}, r"arm 'eps_high=-1': algo.eps_high = -1.0, but must be"),
-        ({"grid": ["preset=dapo,naive_gpro"]}, "arm 'naive_gpro': .*did you mean 'naive_grpo'"),
-        ({"grid": ["algo.eps_high=0.2", "algo.eps_high=0.3"]}, "have algo.eps_high twice"),
-        ({"grid": ["seed=1,2"]}, "give --seeds=5"),
-        ({"common": ["--config.seed=1"]}, "give --seeds=5"),
-        ({"named": ["a: num_steps=2", "a: num_steps=3"]}, "'a' cannot name .* or two arms"),
-        ({"named": ["a/b: num_steps=3"]}, "'a/b' cannot name an arm's folder"),
-        ({"named": ["a: num_steps"]}, 'write "NAME: KEY=V KEY=V"'),
-        ({"seeds": "x"}, "--seeds=x: give how many"),
-    ],
-)
-def test_a_wrong_plan_is_refused_before_anything_starts(changes, message):
-    with pytest.raises(ValueError, match=message) as error:
-        _plan(**changes)
-    assert "\n" not in str(error.value)
-
-
 def test_a_folder_takes_more_of_the_same_sweep_and_no_other(tmp_path):
     steps = ["--config.num_steps=3"]
     plans.record(_plan(grid=["algo.eps_high=0.2"], common=steps), tmp_path)
@@ -212,6 +180,7 @@ if does == "fail":
     print("working", "error: no [bold]model[/bold]\x1b", sep="\\n")
 sys.exit({"fail": 1, "again": 75}.get(does, 0))
 """
+A, B = "eps_high=0.2", "eps_high=0.3"
 
 
 @pytest.fixture
@@ -221,8 +190,13 @@ def program(tmp_path):
     return [sys.executable, "-S", str(path)]
 
 
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "sweep").mkdir()
+    return tmp_path / "sweep"
+
+
 def _points(folder, does, *, steps=2, arms="0.2,0.3", seeds="2"):
-    folder.mkdir(exist_ok=True)
     (folder / "does.json").write_text(json.dumps(does))
     common = [f"--config.num_steps={steps}"]
     plan = _plan(grid=[f"algo.eps_high={arms}"], seeds=seeds, common=common)
@@ -233,51 +207,48 @@ def _attempts(folder):
     return (folder / "starts.txt").read_text().split()
 
 
-def test_failures_are_kept_apart_and_tried_again_at_the_end(tmp_path, program, capsys):
-    a, b = "eps_high=0.2", "eps_high=0.3"
-    does = {
-        f"{a}/seed_0": ["fail", "ok"],
-        f"{b}/seed_0": ["again", "again", "ok"],
-        f"{a}/seed_1": ["kill", "none"],
-    }
-    folder = tmp_path / "sweep"
-    _, points = _points(folder, does)
+def test_failures_are_kept_apart_and_tried_again_at_the_end(folder, program, capsys):
+    does = {f"{B}/seed_0": ["again", "again", "ok"], f"{A}/seed_1": ["kill", "none"]}
+    _, points = _points(folder, does | {f"{A}/seed_0": ["fail", "ok"]})
     runner = Runner(points, jobs=1, program=program)
     runner.run()
     said = capsys.readouterr().out.splitlines()
     labels = [point.label for point in points]
     assert _attempts(folder) == [*labels, *labels[:3], *labels[1:3]]
     assert runner.done == 3 and runner.failed == [points[2]] and not runner.stopped
-    assert said[0] == f"{a}/seed_0 begins: {points[0].workdir / 'output.txt'}"
-    assert said[1].startswith(f"[0/4] {a}/seed_0: ended with 1, 0 of 2 steps in 0:00:0")
+    assert said[0] == f"{A}/seed_0 begins: {points[0].workdir / 'output.txt'}"
+    assert said[1].startswith(f"[0/4] {A}/seed_0: ended with 1, 0 of 2 steps in 0:00:0")
     assert said[2:4] == ["  working", "  error: no [bold]model[/bold]\\x1b"]
     ends = [line for line in said if line.startswith("[")]
-    assert f"{b}/seed_0: stopped and saved, 0 of 2 steps" in ends[1]
-    assert f"{a}/seed_1: ended with -9" in ends[2]
-    assert ends[3].startswith(f"[1/4] {b}/seed_1: done, 2 of 2 steps in 0:00:0")
-    assert f"{a}/seed_1: ended with 0, 0 of 2 steps" in ends[-1], "it did nothing"
+    assert f"{B}/seed_0: stopped and saved, 0 of 2 steps" in ends[1]
+    assert f"{A}/seed_1: ended with -9" in ends[2]
+    assert ends[3].startswith(f"[1/4] {B}/seed_1: done, 2 of 2 steps in 0:00:0")
+    assert f"{A}/seed_1: ended with 0, 0 of 2 steps" in ends[-1], "it did nothing"
 
     # Given again, only what is not done is run; with more steps, all is.
-    (folder / "does.json").write_text("{}")
-    Runner(points, jobs=1, program=program).run()
-    assert _attempts(folder)[9:] == [labels[2]]
-    _, points = _points(folder, {}, steps=3)
-    Runner(points, jobs=2, program=program).run()
-    assert sorted(_attempts(folder)[10:]) == sorted(labels)
-    (folder / b / "seed_1" / "metrics.jsonl").write_text("")
-    Runner(points, jobs=1, program=program).run()
-    assert _attempts(folder)[14:] == [f"{b}/seed_1"], "its rows were gone"
+    for steps, jobs, gone, again in ((2, 1, "", labels[2:3]), (3, 2, "", labels), (3, 1, B, [])):
+        if gone:
+            (folder / gone / "seed_1" / "metrics.jsonl").write_text("")
+            again = [f"{gone}/seed_1"]
+        before, (_, points) = len(_attempts(folder)), _points(folder, {}, steps=steps)
+        Runner(points, jobs=jobs, program=program).run()
+        assert sorted(_attempts(folder)[before:]) == sorted(again)
 
 
-def _call_when(paths, call, seconds=0.0):
-    """Calls a function when all files have been there for so long."""
-    while not all(path.exists() for path in paths):
-        time.sleep(0.01)
-    time.sleep(seconds)
-    call()
+def _when(paths, call, seconds=0.0):
+    """Calls a function, in a thread, when all files have been there for so long."""
+
+    def wait():
+        wait_for(lambda: all(path.exists() for path in paths))
+        time.sleep(seconds)
+        call()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
 
 
-def test_jobs_have_their_own_cores_and_are_stopped(tmp_path, program, monkeypatch, capsys):
+def test_jobs_have_their_own_cores_and_are_stopped(folder, program, monkeypatch, capsys):
     """In a terminal a line says how far those are that run."""
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setattr("dapo_jax.sweep.runner.LIVE_SECONDS", 0.01)
@@ -285,33 +256,29 @@ def test_jobs_have_their_own_cores_and_are_stopped(tmp_path, program, monkeypatc
     assert [share(range(8), slot, 3) for slot in range(3)] == [[0, 1, 2], [3, 4, 5], [6, 7]]
     assert [share([4, 5], slot, 3) for slot in range(3)] == [[4], [5], [4]]
     cores = sorted(os.sched_getaffinity(0))
-    does = {f"eps_high={arm}/seed_0": ["wait"] for arm in (0.2, 0.3)}
-    folder = tmp_path / "sweep"
-    _, points = _points(folder, does)
+    _, points = _points(folder, {f"{arm}/seed_0": ["wait"] for arm in (A, B)})
     runner = Runner(points, jobs=2, program=program)
-    both = [point.workdir / "waits" for point in points[:2]]
-    stopper = threading.Thread(target=_call_when, args=(both, runner.stop, 0.1))
-    stopper.start()
+    stopper = _when([point.workdir / "waits" for point in points[:2]], runner.stop, 0.1)
     runner.run()
     stopper.join()
     assert runner.stopped and all((point.workdir / "saved").exists() for point in points[:2])
     assert len(_attempts(folder)) == 2
     assert not runner.failed
-    assert "\r[0/4] eps_high=0.2/seed_0 1/2, eps_high=0.3/seed_0 1/2 " in capsys.readouterr().out
+    assert f"\r[0/4] {A}/seed_0 1/2, {B}/seed_0 1/2 " in capsys.readouterr().out
     bound = [json.loads((point.workdir / "cores.json").read_text()) for point in points[:2]]
     assert sorted(bound) == [share(cores, slot, 2) for slot in range(2)]
 
 
-def test_a_sweep_is_stopped_goes_on_and_ends_in_tables(tmp_path, program, capsys):
-    folder = tmp_path / "sweep"
-    plan, points = _points(folder, {"eps_high=0.3/seed_0": ["wait", "ok"]})
-    kill = functools.partial(os.kill, os.getpid(), signal.SIGTERM)
-    killer = threading.Thread(target=_call_when, args=([points[1].workdir / "waits"], kill))
-    killer.start()
-    with pytest.raises(SystemExit) as ended:
-        sweep(plan, folder, jobs=1, program=program)
+def test_a_sweep_is_stopped_goes_on_and_ends_in_tables(folder, tmp_path, program, capsys):
+    def ended(plan, folder=folder):
+        with pytest.raises(SystemExit) as ended:
+            sweep(plan, folder, jobs=1, program=program)
+        return ended.value.code
+
+    plan, points = _points(folder, {f"{B}/seed_0": ["wait", "ok"]})
+    killer = _when([points[1].workdir / "waits"], lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert ended(plan) == 75
     killer.join()
-    assert ended.value.code == 75
     assert (points[1].workdir / "saved").exists()
     assert _attempts(folder) == [points[0].label, points[1].label]
     with locked(folder), pytest.raises(ValueError, match="belongs to a run that is going on"):
@@ -325,53 +292,40 @@ def test_a_sweep_is_stopped_goes_on_and_ends_in_tables(tmp_path, program, capsys
     text = (folder / "summary.md").read_text()
     assert text in out
     runs = read_rows_file(folder / "rows.jsonl.gz")
-    assert [(run.arm, run.seed, len(run.rows)) for run in runs.values()] == [
-        (arm, seed, 2) for arm in plan.arms for seed in (0, 1)
-    ]
+    found = [(run.arm, run.seed, len(run.rows)) for run in runs.values()]
+    assert found == [(arm, seed, 2) for arm in plan.arms for seed in (0, 1)]
     assert text == markdown(runs, title="Sweep of configs/tiny.py"), "the rows alone make it"
 
-    more, _ = _points(folder, {"eps_high=0.2/seed_2": ["fail"]}, seeds="3")
-    with pytest.raises(SystemExit) as ended:
-        sweep(more, folder, jobs=1, program=program)
-    assert ended.value.code == 1
+    more, _ = _points(folder, {f"{A}/seed_2": ["fail"]}, seeds="3")
+    assert ended(more) == 1
     captured = capsys.readouterr()
-    assert captured.err == f"failed: {folder / 'eps_high=0.2' / 'seed_2' / 'output.txt'}\n"
-    assert "eps_high=0.3/seed_2: done" in captured.out, "a failure stops nothing"
-    plan, (only,) = _points(
-        tmp_path / "other", {"eps_high=0.2/seed_0": ["fail"]}, arms="0.2", seeds="1"
-    )
-    with pytest.raises(SystemExit):
-        sweep(plan, only.workdir.parent.parent, jobs=1, program=program)
+    assert captured.err == f"failed: {folder / A / 'seed_2' / 'output.txt'}\n"
+    assert f"{B}/seed_2: done" in captured.out, "a failure stops nothing"
+    (other := tmp_path / "other").mkdir()
+    ended(_points(other, {f"{A}/seed_0": ["fail"]}, arms="0.2", seeds="1")[0], other)
     assert "no run has finished a step" in capsys.readouterr().out
-
-
-def _cells(text, first):
-    """The cells of the table's lines that begin with this cell."""
-    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
-    return [cells[1:] for cells in lines if cells and cells[0] == first]
 
 
 @pytest.mark.slow
 def test_a_real_sweep_is_stopped_and_goes_on(tmp_path):
     """Two arms whose clips hardly bind share prompts and samples; both end as uninterrupted."""
     folder = tmp_path / "sweep"
-    command = [sys.executable, "-m", "dapo_jax.sweep", "--config=tests/small_config.py"]
-    command += [f"--workdir={folder}", "--set=algo.eps_high=0.2,0.28", "--seeds=1,", "--jobs=2"]
+    command = ["-m", "dapo_jax.sweep", "--config=tests/small_config.py", f"--workdir={folder}"]
+    command += ["--set=algo.eps_high=0.2,0.28", "--seeds=1,", "--jobs=2"]
     command += ["--config.num_steps=2", "--config.eval.every_steps=0"]
-    first = subprocess.Popen(command, cwd=ROOT, stdout=-1, stderr=-1, text=True)
     rows = [folder / f"eps_high={arm}" / "seed_1" / "metrics.jsonl" for arm in (0.2, 0.28)]
-    while not any(path.exists() and path.read_text() for path in rows):
-        assert first.poll() is None, first.communicate()
-        time.sleep(0.1)
-    first.send_signal(signal.SIGTERM)
-    said, error = first.communicate(timeout=300)
-    assert first.returncode == 75 and "the same command goes on" in error
+    with started(command) as (first,):
+        wait_for(lambda: any(path.exists() and path.read_text() for path in rows), seconds=300)
+        first.send_signal(signal.SIGTERM)
+        said, _ = first.communicate(timeout=300)
+    assert first.returncode == 75 and "the same command goes on" in said
     assert "ended with" not in said
-    done = ran(*command[1:])
+    printed = ran(*command).stdout
     runs = read_rows_file(folder / "rows.jsonl.gz")
     assert [len(run.rows) for run in runs.values()] == [2, 2]
     assert max(len(run.starts) for run in runs.values()) == 2
     (a, b) = (run.rows[0]["response_tokens/mean"] for run in runs.values())
     assert a == b, "the same seed samples the same responses until the policies differ"
-    (cells,) = [c for c in _cells(done.stdout, "train accuracy, %") if c[0] == "eps_high=0.28"]
-    assert cells[1] == "1" and cells[3] == "-", "one pair has no interval"
+    cells = [[cell.strip() for cell in line.split("|")] for line in printed.splitlines()]
+    (found,) = [c for c in cells if c[1:3] == ["train accuracy, %", "eps_high=0.28"]]
+    assert found[3] == "1" and found[5] == "-", "one pair has no interval"

@@ -1,14 +1,14 @@
 """The rules that grade responses: parity with the reference, what "strict" mends, and hardness."""
 
+import concurrent.futures
 import contextlib
 import itertools
 import json
 import os
 import pathlib
 import random
+import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -19,6 +19,7 @@ from dapo_jax.verifier import RULES, Verdict, isolated, verify, verify_many
 from dapo_jax.verifier.math_rules import MAX_GROUND_TRUTH_CHARS, strict_form
 from dapo_jax.verifier.symbolic_rules import SymbolicVerifier, default_verifier
 
+EMPTY = "empty_ground_truth"
 LOCAL_RULES = [rules for rules in RULES if rules != "math_verify"]
 
 
@@ -29,103 +30,84 @@ def _rows(path: pathlib.Path) -> list[dict]:
 # Parity with the reference
 
 
-def test_dapo_rules_equal_the_reference_on_every_golden_row(shared):
-    rows = _rows(shared / "golden" / "dapo_verifier.jsonl")
+@pytest.mark.parametrize(
+    ("rules", "correct", "prediction", "deviation"),
+    [
+        # The reference's name for "no answer" is not an answer.
+        ("dapo", "acc", "pred", ("[INVALID]", "[INVALID]", Verdict(False, None, "no_answer"))),
+        # Nothing in the box is not the answer "".
+        ("strict_box", "strict_acc", "strict_pred", ("", "", Verdict(False, "", EMPTY))),
+    ],
+)
+def test_rules_equal_the_reference_on_every_golden_row(
+    shared, rules, correct, prediction, deviation
+):
+    rows, differing = _rows(shared / "golden" / "dapo_verifier.jsonl"), []
     assert len(rows) == 312
-    differing = []
     for row in rows:
-        verdict = verify(row["solution"], row["ground_truth"], rules="dapo")
-        reference = (row["acc"], None if row["pred"] == "[INVALID]" else row["pred"])
-        if (verdict.correct, verdict.prediction) != reference:
-            differing.append((row["ground_truth"], row["pred"], verdict))
-    # The one deviation: the reference's name for "no answer" is not an answer.
-    assert differing == [("[INVALID]", "[INVALID]", Verdict(False, None, "no_answer"))]
+        verdict, found = verify(row["solution"], row["ground_truth"], rules=rules), row[prediction]
+        none = rules == "dapo" and found == "[INVALID]"
+        if (verdict.correct, verdict.prediction) != (row[correct], None if none else found):
+            differing.append((row["ground_truth"], found, verdict))
+    assert differing == [deviation]
 
 
-def test_strict_box_rules_equal_the_reference_on_every_golden_row(shared):
-    differing = []
-    for row in _rows(shared / "golden" / "dapo_verifier.jsonl"):
-        verdict = verify(row["solution"], row["ground_truth"], rules="strict_box")
-        if (verdict.correct, verdict.prediction) != (row["strict_acc"], row["strict_pred"]):
-            differing.append((row["ground_truth"], row["strict_pred"], verdict))
-    # The one deviation: nothing in the box is not the answer "".
-    assert differing == [("", "", Verdict(False, "", "empty_ground_truth"))]
-
-
-@pytest.mark.parametrize(
-    ("rules", "response", "status"),
-    [
-        ("dapo", "Answer: 7\n" + "z" * 290, "correct"),
-        ("dapo", "Answer: 7\n" + "z" * 293, "no_answer"),
-        ("dapo", "Answer: $ $", "empty_answer"),
-        ("strict_box", r"\boxed{6} no \boxed{7}.", "correct"),
-        ("strict_box", r"\boxed{7}" + "y" * 91, "correct"),
-        ("strict_box", r"\boxed{7}" + "y" * 92, "no_answer"),
-        ("strict_box", r"\boxed{7", "no_answer"),
-        ("strict_box", r"\boxed{ }", "empty_answer"),
-        ("strict", "Answer:\n\\[\n7\n\\]", "correct"),
-        ("strict", "### Final Answer: 7\u2028Thanks.", "correct"),
-        ("strict", "I found that my Answer: 7", "no_answer"),
-        ("strict", "z" * 292 + "Answer: 7", "no_answer"),  # the cut line is no line
-        ("strict", "Answer: 7\nanswer: ", "empty_answer"),
-        ("strict", "Answer: k=", "empty_answer"),
-        ("strict", "Answer: 7\nWait.\nAnswer: 6", "wrong"),
-    ],
+# A response, the truth, and the verdict, by rules.
+PLACES = {
+    "dapo": (
+        ("Answer: 7\n" + "z" * 290, "correct"),
+        ("Answer: 7\n" + "z" * 293, "no_answer"),
+        ("Answer: $ $", "empty_answer"),
+    ),
+    "strict_box": (
+        (r"\boxed{6} no \boxed{7}.", "correct"),
+        (r"\boxed{7}" + "y" * 91, "correct"),
+        (r"\boxed{7}" + "y" * 92, "no_answer"),
+        (r"\boxed{7", "no_answer"),
+        (r"\boxed{ }", "empty_answer"),
+    ),
+    "strict": (
+        ("Answer:\n\\[\n7\n\\]", "correct"),
+        ("### Final Answer: 7\u2028Thanks.", "correct"),
+        ("I found that my Answer: 7", "no_answer"),
+        ("z" * 292 + "Answer: 7", "no_answer"),  # the cut line is no line
+        ("Answer: 7\nanswer: ", "empty_answer"),
+        ("Answer: k=", "empty_answer"),
+        ("Answer: 7\nWait.\nAnswer: 6", "wrong"),
+    ),
+    "math_verify": (
+        (r"Answer: \frac{14}{2}", "correct"),
+        (r"So it is $\boxed{7}$.", "correct"),
+        ("So the answer is 7.", "no_answer"),
+        (r"\boxed{6}. So the answer is 7.", "correct"),
+        (r"\boxed{7}. So the answer is 6.", "wrong"),
+        ("Answer:", "empty_answer"),
+        (r"Answer: \frac{2}{", "unreadable_answer"),
+        ("Answer: 9^{9^{9^{9}}}", "too_large"),
+        ("Answer: \ud800", "unreadable_answer"),
+        (None, "bad_input"),
+    ),
+}
+# By value, not by spelling.
+STRICT = (
+    *(("“42”", "42", True), ("\uff14\uff12", "42", True), ("$42 dollars", "42", True)),
+    *((r"1\,000", "1000", True), ("1'000", "1000", True), ("1 000 000", "1000000", True)),
+    *(("\u20137", "-7", True), (r"3\frac{1}{2}", "7/2", True), (".5", "1/2", True)),
+    *(("9" * 289, "9" * 289, True), (r"\left( \frac12 , 3 \right)", r"(\frac{1}{2},3)", True)),
+    *(("f(x) = x^2", "x^2", True), (r"10^{-3} \mathrm{~m}", "1e-3", True)),
+    *(("4.65 \u00d7 10⁵", "4.65E+05", True), ("4.65*10^5", "465,000", True)),
+    *(("41=42", "42", False), ("4 2", "42", False), ("12,34", "1234", False)),
+    *((r"42\text{0}", "420", False), (r"\boxed{4}\boxed{2}", "42", False), ("4²", "42", False)),
+    *(("٤٢", "42", False), ("42m", "42", False), ("~42", "42", False), ("1/0", "1", False)),
 )
-def test_each_rule_has_its_place_for_the_answer(rules, response, status):
-    verdict = verify(response, "7", rules=rules)
-    assert (verdict.correct, verdict.status) == (status == "correct", status)
-
-
-@pytest.mark.parametrize(
-    ("answer", "truth", "correct"),
-    [
-        *(("“42”", "42", True), ("\uff14\uff12", "42", True), ("$42 dollars", "42", True)),
-        *((r"1\,000", "1000", True), ("1'000", "1000", True), ("1 000 000", "1000000", True)),
-        *(("\u20137", "-7", True), (r"3\frac{1}{2}", "7/2", True), (".5", "1/2", True)),
-        *(("9" * 289, "9" * 289, True), (r"\left( \frac12 , 3 \right)", r"(\frac{1}{2},3)", True)),
-        *(("f(x) = x^2", "x^2", True), (r"10^{-3} \mathrm{~m}", "1e-3", True)),
-        *(("4.65 \u00d7 10⁵", "4.65E+05", True), ("4.65*10^5", "465,000", True)),
-        *(("41=42", "42", False), ("4 2", "42", False), ("12,34", "1234", False)),
-        *((r"42\text{0}", "420", False), (r"\boxed{4}\boxed{2}", "42", False), ("4²", "42", False)),
-        *(("٤٢", "42", False), ("42m", "42", False), ("~42", "42", False), ("1/0", "1", False)),
-    ],
+# The library takes a difference below 1e-17 for none.
+NEARLY = (
+    *((r"\frac{1}{19!}", r"\frac{1}{20!}"), ("e^{-40}", "e^{-41}"), ("0.000001", "0.0000014")),
+    *((r"1-\frac{1}{2^{99}}", r"1-\frac{1}{2^{100}}"), ("x+e^{-40}", "x+e^{-41}")),
+    *((r"-1.6 \times 10^{-19}", r"1.6 \times 10^{-19}"), (r"10^{-30}\pi", r"10^{-31}\pi")),
+    *((r"\sqrt{10^{60}+1}", "10^{30}"), (r"\frac{1}{2^{9998}}", r"\frac{1}{2^{9999}}")),
 )
-def test_strict_compares_values_not_spellings(answer, truth, correct):
-    verdict = verify(f"Answer: {answer}", truth, rules="strict")
-    assert (verdict.correct, verdict.status) == (correct, "correct" if correct else "wrong")
-
-
-# Answers beside the right one, and other spellings of it
-
-
-@pytest.mark.parametrize(
-    ("rules", "wrong_rewarded", "right_refused"),
-    [
-        ("dapo", 195, 283),  # the reference's own
-        ("strict", 8, 200),
-        ("strict_box", 43, 417),
-        ("math_verify", 28, 14),  # the 14: they have neither a line "Answer:" nor a box
-    ],
-)
-def test_wrong_answers_are_not_rewarded(rules, wrong_rewarded, right_refused):
-    """The rewarded wrong ones of `strict` and `math_verify` are all those that words take back.
-
-    They say "Wait", "No, 43", "is not", "or maybe" beside the answer. The 43 of `strict_box` have
-    such words, another box or a formula around theirs.
-    """
-    rows = _rows(ROOT / "tests" / "answers.jsonl")
-    # A bare answer stands where the rules look for it.
-    form = r"So $\boxed{%s}$." if rules == "strict_box" else "So\nAnswer: %s"
-    responses = [row.get("response", form % row.get("answer", "")) for row in rows]
-    verdicts = verify_many(responses, [row["truth"] for row in rows], rules=rules)
-    assert sum(row["right"] for row in rows) == 501
-    assert len(rows) == 501 + 1446
-    wrong = [row for row, v in zip(rows, verdicts, strict=True) if v.correct > row["right"]]
-    refused = [row for row, v in zip(rows, verdicts, strict=True) if v.correct < row["right"]]
-    assert (len(wrong), len(refused)) == (wrong_rewarded, right_refused), (wrong, refused)
-
-
+# A box is an answer unless it is a part of a formula.
 IN_A_FORMULA = r"""
 $-\boxed{5}$|$x \neq \boxed{5}$|$2\boxed{5}$|$\sqrt{\boxed{5}}$|$\frac{\boxed{5}}{2}$|\boxed{5}+1
 $\frac{1}{\boxed{5}}$|$3 \cdot \boxed{5}$|$1/\boxed{5}$|$\boxed{5}^2$|$\boxed{5} \times 10^3$
@@ -137,12 +119,73 @@ BESIDE_WORDS = r"""
 So $a+b \geq \boxed{5}$.|$\boxed{5}\%$|-> \boxed{5}|\boxed{5}!|Step 2 --\boxed{5}|$\boxed{5}$.
 \(\Rightarrow\boxed{5}\)|\boxed{5} is the answer|<answer>\boxed{5}</answer>|\fbox{5}
 """
+# Behind a box, what is the same, and what is another.
+BOXED_UNITS = (
+    *((" hours", "5 hours", "5 minutes"), (r"\text{ km}$", r"5 \text{ km}", r"5 \text{ m}")),
+    *((" miles per hour.", "5 mph", "5 km/h"), (" square meters", "5 m^2", "5 m")),
+    ("$ in total", "5 cm", "6 in"),
+)
+SEVEN = r"Answer: \boxed{7}"
+MISSING = (
+    *((None, "7", "bad_input"), (SEVEN, None, "bad_input"), ("", "7", "no_answer")),
+    *((SEVEN, "7" * (MAX_GROUND_TRUTH_CHARS + 1), "bad_input"), (SEVEN, " \n", EMPTY)),
+    (r"Answer: \boxed{}", "", EMPTY),
+)
+VERDICTS = [
+    *((rules, it, "7", status) for rules, rows in PLACES.items() for it, status in rows),
+    *(("strict", f"Answer: {a}", b, "correct" if same else "wrong") for a, b, same in STRICT),
+    *(("math_verify", f"Answer: {a}", b, "wrong") for a, b in NEARLY),
+    *(("math_verify", f"Answer: {a}+0", a, "correct") for a, _ in NEARLY),
+    ("math_verify", "Answer: (x+1)^2", "x^2+2x+1", "correct"),
+    ("math_verify", "Answer: x^2", r"\frac{x}{", "unreadable_ground_truth"),
+    *(("math_verify", it, "5", "not") for it in re.split(r"[|\n]", IN_A_FORMULA.strip())),
+    *(("math_verify", it, "5", "correct") for it in re.split(r"[|\n]", BESIDE_WORDS.strip())),
+    *(
+        ("math_verify", rf"$\boxed{{5}}{unit}", truth, status)
+        for unit, same, other in BOXED_UNITS
+        for truth, status in ((same, "correct"), ("5", "correct"), (other, "not"))
+    ),
+    *((rules, *row) for rules in LOCAL_RULES for row in MISSING),
+]
 
 
-@pytest.mark.parametrize(("responses", "correct"), [(IN_A_FORMULA, False), (BESIDE_WORDS, True)])
-def test_a_box_is_an_answer_unless_it_is_a_part_of_a_formula(responses, correct):
-    for response in responses.strip().replace("\n", "|").split("|"):
-        assert verify(response, "5", rules="math_verify").correct == correct, response
+@pytest.mark.parametrize(("rules", "response", "truth", "status"), VERDICTS)
+def test_each_rule_has_its_place_for_the_answer_and_compares_values(rules, response, truth, status):
+    verdict = verify(response, truth, rules=rules)
+    assert verdict.correct == (status == "correct")
+    assert status in ("not", verdict.status)
+
+
+# Answers beside the right one, and other spellings of it
+
+
+@pytest.mark.parametrize(
+    ("rules", "every", "wrong_rewarded", "right_refused"),
+    [
+        ("dapo", 1, 195, 283),  # the reference's own
+        ("strict", 1, 8, 200),
+        ("strict_box", 1, 43, 417),
+        ("math_verify", 4, 7, 3),
+        # The 14: they have neither a line "Answer:" nor a box.
+        pytest.param("math_verify", 1, 28, 14, marks=pytest.mark.slow),
+    ],
+)
+def test_wrong_answers_are_not_rewarded(rules, every, wrong_rewarded, right_refused):
+    """The rewarded wrong ones of `strict` and `math_verify` are all those that words take back.
+
+    They say "Wait", "No, 43", "is not", "or maybe" beside the answer. The 43 of `strict_box` have
+    such words, another box or a formula around theirs. Algebra takes its time: a quarter is fast.
+    """
+    rows = _rows(ROOT / "tests" / "answers.jsonl")
+    assert len(rows) == 501 + 1446 and sum(row["right"] for row in rows) == 501
+    rows = rows[::every]
+    # A bare answer stands where the rules look for it.
+    form = r"So $\boxed{%s}$." if rules == "strict_box" else "So\nAnswer: %s"
+    responses = [row.get("response", form % row.get("answer", "")) for row in rows]
+    verdicts = verify_many(responses, [row["truth"] for row in rows], rules=rules)
+    wrong = [row for row, v in zip(rows, verdicts, strict=True) if v.correct > row["right"]]
+    refused = [row for row, v in zip(rows, verdicts, strict=True) if v.correct < row["right"]]
+    assert (len(wrong), len(refused)) == (wrong_rewarded, right_refused), (wrong, refused)
 
 
 SAME_UNITS = r"""
@@ -151,21 +194,6 @@ SAME_UNITS = r"""
 ;7 km/h|7\text{ km/hr}|7\text{ kilometers per hour}|7\text{ kph}
 ;9 years|9\text{ years old}|9\text{ yrs};8\text{ cm}^3|8\text{ cc}|8\text{ cubic centimeters}
 """
-
-
-@pytest.mark.parametrize(
-    ("unit", "same", "other"),
-    [
-        *((" hours", "5 hours", "5 minutes"), (r"\text{ km}$", r"5 \text{ km}", r"5 \text{ m}")),
-        *((" miles per hour.", "5 mph", "5 km/h"), (" square meters", "5 m^2", "5 m")),
-        ("$ in total", "5 cm", "6 in"),
-    ],
-)
-def test_a_unit_behind_a_box_is_the_answers(unit, same, other):
-    verdicts = [
-        verify(rf"$\boxed{{5}}{unit}", it, rules="math_verify") for it in (same, "5", other)
-    ]
-    assert [verdict.correct for verdict in verdicts] == [True, True, False]
 
 
 UNITS = r"""
@@ -182,11 +210,8 @@ def test_another_unit_is_refused_and_no_unit_or_another_spelling_is_not(rules, n
     units = [unit for line in UNITS.split("\n") for unit in line.split("|") if unit]
     same = [{" km", r"\mathrm{~km}"}, {" hours", " hr"}]
     pairs = [(one, other) for one in ("", *units) for other in units]
-    verdicts = verify_many(
-        [f"Answer: {number}{one}" for one, _ in pairs],
-        [f"{number}{other}" for _, other in pairs],
-        rules=rules,
-    )
+    answers = [f"Answer: {number}{one}" for one, _ in pairs]
+    verdicts = verify_many(answers, [f"{number}{other}" for _, other in pairs], rules=rules)
     part_of_one = number != "5"  # which is no percent without its sign
     for pair, verdict in zip(pairs, verdicts, strict=True):
         agree = (not pair[0] and not (part_of_one and pair[1] == r"\%")) or pair[0] == pair[1]
@@ -244,35 +269,14 @@ def test_no_repetition_burns_cpu(rules):
 
 
 @pytest.mark.parametrize("rules", LOCAL_RULES)
-def test_a_response_of_megabytes_costs_no_more_than_its_tail(rules):
+def test_a_response_of_megabytes_or_of_line_ends_costs_no_more_than_its_tail(rules):
     response = r"Answer: \boxed{" * 2_000_000 + "\nAnswer: \\boxed{7}"
     start = time.process_time()
     assert verify(response, "7", rules=rules).correct
     assert time.process_time() - start < 0.02
-
-
-def test_a_response_of_line_ends_costs_no_time():
-    start = time.process_time()
     for length in range(900, 1000):
         assert not verify("\n" * length, "5", rules="math_verify").correct
     assert time.process_time() - start < 1.0
-
-
-@pytest.mark.parametrize("rules", LOCAL_RULES)
-@pytest.mark.parametrize(
-    ("response", "ground_truth", "status"),
-    [
-        (None, "7", "bad_input"),
-        (r"Answer: \boxed{7}", None, "bad_input"),
-        (r"Answer: \boxed{7}", "7" * (MAX_GROUND_TRUTH_CHARS + 1), "bad_input"),
-        (r"Answer: \boxed{7}", " \n", "empty_ground_truth"),
-        (r"Answer: \boxed{}", "", "empty_ground_truth"),
-        ("", "7", "no_answer"),
-    ],
-)
-def test_what_is_missing_is_never_rewarded(rules, response, ground_truth, status):
-    verdict = verify(response, ground_truth, rules=rules)
-    assert (verdict.correct, verdict.status) == (False, status)
 
 
 # Symbolic equivalence
@@ -312,28 +316,6 @@ def _wait_for_the_end_of(pid: int) -> None:
 needs_proc = pytest.mark.skipif(not pathlib.Path("/proc/self/stat").exists(), reason="needs /proc")
 
 
-@pytest.mark.parametrize(
-    ("response", "ground_truth", "status"),
-    [
-        (r"Answer: \frac{2}{4}", "0.5", "correct"),
-        ("Answer: (x+1)^2", "x^2+2x+1", "correct"),
-        (r"So it is $\boxed{42}$.", "42", "correct"),
-        ("So the answer is 42.", "42", "no_answer"),
-        (r"\boxed{41}. So the answer is 42.", "42", "correct"),
-        (r"\boxed{42}. So the answer is 41.", "42", "wrong"),
-        ("Answer:", "42", "empty_answer"),
-        (r"Answer: \frac{2}{", "42", "unreadable_answer"),
-        ("Answer: x^2", r"\frac{x}{", "unreadable_ground_truth"),
-        ("Answer: 9^{9^{9^{9}}}", "42", "too_large"),
-        (None, "42", "bad_input"),
-        ("Answer: \ud800", "42", "unreadable_answer"),
-    ],
-)
-def test_math_verify_rules(symbolic, response, ground_truth, status):
-    verdict = symbolic.verify(response, ground_truth)
-    assert (verdict.correct, verdict.status) == (status == "correct", status)
-
-
 def test_math_verify_agrees_with_the_golden_rows(symbolic, shared):
     r"""Those that do not agree, each given as an answer line unless it has a box:
 
@@ -356,29 +338,10 @@ def test_math_verify_agrees_with_the_golden_rows(symbolic, shared):
     assert rewarded == ["10, 4, -2"]
 
 
-@pytest.mark.parametrize(
-    ("answer", "truth"),
-    [
-        *((r"\frac{1}{19!}", r"\frac{1}{20!}"), ("e^{-40}", "e^{-41}"), ("0.000001", "0.0000014")),
-        *((r"1-\frac{1}{2^{99}}", r"1-\frac{1}{2^{100}}"), ("x+e^{-40}", "x+e^{-41}")),
-        *((r"-1.6 \times 10^{-19}", r"1.6 \times 10^{-19}"), (r"10^{-30}\pi", r"10^{-31}\pi")),
-        *((r"\sqrt{10^{60}+1}", "10^{30}"), (r"\frac{1}{2^{9998}}", r"\frac{1}{2^{9999}}")),
-    ],
-)
-def test_small_and_large_numbers_are_compared_exactly(symbolic, answer, truth):
-    """The library takes a difference below 1e-17 for none."""
-    assert symbolic.verify(f"Answer: {answer}", truth).status == "wrong"
-    assert symbolic.verify(f"Answer: {answer}+0", answer).correct
-
-
 def test_the_default_pool_serves_verify_from_any_thread(symbolic):
-    verdicts = []
-    thread = threading.Thread(
-        target=lambda: verdicts.append(verify("Answer: $2^5+10$", "42", rules="math_verify"))
-    )
-    thread.start()
-    thread.join()
-    assert verdicts == [Verdict(True, "2^5+10", "correct")]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        found = pool.submit(verify, "Answer: $2^5+10$", "42", rules="math_verify").result()
+    assert found == Verdict(True, "2^5+10", "correct")
     assert verify_many(["Answer: 1"], ["2"], rules="math_verify")[0].status == "wrong"
     assert default_verifier() is symbolic
 
@@ -471,25 +434,16 @@ def test_equal_pairs_are_graded_once_and_numbers_need_no_worker(lone, monkeypatc
     verdicts = lone.verify_many([HANGS] * 16, ["x^2"] * 16)
     assert [verdict.status for verdict in verdicts] == ["timeout"] * 16
     assert len(asked) == 1
-    answers = (
-        "42",
-        "43",
-        r"\frac{84}{2}",
-        "42.0",
-        "42%",
-        "I give up after 42 tries",
-        "9^{9^{9^9}}",
-    )
-    lone.verify_many([f"Answer: {answer}" for answer in answers], ["42"] * len(answers))
+    answers = ["42", "43", r"\frac{84}{2}", "42.0", "42%", "I give up after 42 tries"]
+    answers = [f"Answer: {answer}" for answer in (*answers, "9^{9^{9^9}}")]
+    lone.verify_many(answers, ["42"] * len(answers))
     assert len(asked) == 1
 
 
 @needs_proc
 def test_workers_end_with_the_block_and_load_no_jax(symbolic):
-    assert all(
-        "jaxlib" not in pathlib.Path(f"/proc/{pid}/maps").read_text()
-        for pid in symbolic.worker_pids()
-    )
+    for pid in symbolic.worker_pids():
+        assert "jaxlib" not in pathlib.Path(f"/proc/{pid}/maps").read_text()
     with SymbolicVerifier(num_workers=2) as verifier:
         pids = verifier.worker_pids()
     for pid in pids:
@@ -507,11 +461,6 @@ def test_workers_end_with_the_process_however_it_ends():
         "verifier.verify('Answer: 2^0', '1')\n"
         "print(*verifier.worker_pids(), flush=True)\n"
     )
-    ends = ("sys.exit(0)", "os.kill(os.getpid(), signal.SIGKILL)")
-    processes = [
-        subprocess.Popen([sys.executable, "-c", program + end], cwd=ROOT, stdout=subprocess.PIPE)
-        for end in ends
-    ]
-    for process in processes:
-        (pid,) = map(int, process.communicate()[0].split())
+    for end in ("sys.exit(0)", "os.kill(os.getpid(), signal.SIGKILL)"):
+        (pid,) = map(int, ran("-c", program + end, status=None).stdout.split())
         _wait_for_the_end_of(pid)
