@@ -161,7 +161,8 @@ def trained_with(config: ConfigDict) -> str:
     if train.template:
         return train.template
     if train.task in ("", "math") and train.kind != "arithmetic":
-        return TEMPLATES_OF[train.rules or config.verifier.rules][0]
+        asks = TEMPLATES_OF[train.rules or config.verifier.rules][0]
+        return "none" if train.environment else asks
     return "dapo" if train.task in ("", "arithmetic") else "none"
 
 

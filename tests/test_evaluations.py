@@ -92,6 +92,7 @@ def test_temperature_0_is_greedy():
     [
         ({"kind": "arithmetic"}, "dapo"),
         ({"path": "a.csv", "task": "math"}, "dapo"),
+        ({"path": "a.csv", "environment": "shop:Shop"}, "none"),
         ({"path": "a.csv", "rules": "strict_box"}, "boxed"),
         ({"path": "a.csv", "template": "Q: {problem}"}, "Q: {problem}"),
         ({"task": "chains:Chains"}, "none"),

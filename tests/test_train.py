@@ -18,6 +18,7 @@ from dapo_jax.convert import convert
 from dapo_jax.evaluation import Evaluation, majority_is_correct, summarize
 from dapo_jax.logs.files import read_rows
 from dapo_jax.logs.metrics import METRICS
+from dapo_jax.process import hosts
 from dapo_jax.rollout import minibatches
 from dapo_jax.sampler.session import Session
 from dapo_jax.setup import components, dry_run
@@ -38,12 +39,24 @@ UNEVALUATED, BEST = {"eval.every_steps": 0}, {"checkpoint.best": "arithmetic"}
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """An uninterrupted run."""
+    """An uninterrupted run: inside a step `place` and `fetch` alone take arrays to and fro."""
+
+    def guarded(run, how):
+        def call(*arguments):
+            with jax.transfer_guard(how):
+                return run(*arguments)
+
+        return call
+
     workdir = tmp_path_factory.mktemp("runs") / "finished"
     workdir.mkdir()
     with pytest.raises(ValueError, match="--profile=3: give one of the steps 0 to 2"):
         train.train(small_config(), workdir, profile=STEPS)
-    train.train(small_config(**BEST), workdir, profile=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "rl_step", guarded(train.rl_step, "disallow"))
+        for name in ("place", "fetch"):
+            patch.setattr(hosts, name, guarded(getattr(hosts, name), "allow"))
+        train.train(small_config(**BEST), workdir, profile=1)
     return workdir
 
 

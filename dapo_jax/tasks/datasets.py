@@ -59,7 +59,9 @@ def load_dataset(
             tools = environment.schemas()
             first = examples[0].prompt if examples and tools else ()
             if first and tokenizer.encode_chat(first, tools) == tokenizer.encode_chat(first):
-                notes = (*notes, "the chat template shows no tools: tell of them in the prompts")
+                call = '<tool_call>{"name": ..., "arguments": {...}}</tool_call>'
+                note = f"the chat template shows no tools: tell of them in the prompts ({call})"
+                notes = (*notes, note)
             if tokenizer.rewrites_turns():
                 note = "the chat template rewrites earlier turns: here they stay as sampled"
                 notes = (*notes, note)

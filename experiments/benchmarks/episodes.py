@@ -26,6 +26,7 @@ flags.DEFINE_integer("slots", 64, "Slots of the engine.")
 flags.DEFINE_integer("groups", 32, "Groups of eight episodes.")
 flags.DEFINE_list("call_seconds", ["0", "0.1", "0.5"], "That an environment takes for an answer.")
 flags.DEFINE_integer("block_tokens", 16, "Decode steps of a block.")
+flags.DEFINE_integer("slot_tokens", 256, "Tokens of cache for a slot, as rollout.slot_tokens.")
 flags.DEFINE_integer("devices", 2, "Devices that the CPU is counted as.")
 flags.DEFINE_integer("rounds", 3, "Turns of every party; the best counts.")
 GROUP, PROMPT, RESPONSE, TURN, GIVEN = 8, 64, 256, 48, 16
@@ -64,8 +65,8 @@ def main(_):
         requests=FLAGS.slots,
         rollout__group_size=GROUP,
         rollout__max_prompt_tokens=PROMPT,
-        rollout__max_response_tokens=RESPONSE,
-        rollout__slot_tokens=RESPONSE,
+        rollout__max_response_tokens=max(RESPONSE, FLAGS.slot_tokens),  # a slot has no more
+        rollout__slot_tokens=FLAGS.slot_tokens,
         rollout__page_tokens=64,
         rollout__block_tokens=FLAGS.block_tokens,
         data__train__environment="one:Fixed",
@@ -73,25 +74,34 @@ def main(_):
     params = built.reshard(built.start_params(), None)
     prompts = common.random_prompts(built, FLAGS.groups, PROMPT)
     plain = common.stream(built)
+    limited = dataclasses.replace(plain.sampling, max_response_tokens=RESPONSE)
+    plain = Stream(plain.key, limited)
     stops = tuple(range(common.SIZES[FLAGS.size].vocab_size // TURN))
-    turns = Stream(plain.key, dataclasses.replace(plain.sampling, stop_ids=stops))
+    turns = Stream(plain.key, dataclasses.replace(limited, stop_ids=stops))
 
     def sampled(stream, environments):
-        """Samples all groups: (seconds a token, idle share while prompts wait, tokens given)."""
-        start, groups = time.perf_counter(), []
+        """Samples all groups: (seconds a token, idle share, given, of a step, CPU seconds)."""
+        start, cpu_start, groups = time.perf_counter(), time.process_time(), []
         session = Session(built.engine, params, stream, environments=environments)
         for cursor, prompt in enumerate(prompts):
             session.submit(cursor, Prompt(prompt), group_size=GROUP)
         while session.unfinished:
             groups += session.step()
-        seconds = time.perf_counter() - start
+        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
         responses = [response for group in groups for response in group.responses]
         tokens = sum(len(response.tokens_T) for response in responses)
         given = sum(int(np.sum(~response.sampled_T)) for response in responses)
         blocks = [block for block in session.blocks if block.waiting]
         steps = sum(block.steps * len(block.cursor_B) for block in blocks)
         free = sum(block.steps * int(np.sum(block.cursor_B < 0)) for block in blocks)
-        return seconds / tokens, free / max(steps, 1), given / tokens
+        step_seconds = seconds / sum(block.steps for block in session.blocks)
+        return (
+            seconds / tokens,
+            free / max(steps, 1),
+            given / tokens,
+            step_seconds,
+            cpu_seconds / tokens,
+        )
 
     parties = {"one response": (plain, lambda: None)}
     for text in FLAGS.call_seconds:
@@ -104,12 +114,13 @@ def main(_):
         f"{common.machine()}, commit {common.commit()}; {built.engine.cache.slots} slots a device"
     )
     one = best["one response"][0]
-    rows = [
-        [name, f"{1 / cost:,.0f}", f"{cost / one:.2f}", f"{idle:.1%}", f"{given:.0%}"]
-        for name, (cost, idle, given) in best.items()
-    ]
-    head = ["", "tokens/s", "time a token over one response's", "slots empty while prompts wait"]
-    print(common.table([*head, "given"], rows))
+    rows = []
+    for name, (cost, idle, given, step, cpu) in best.items():
+        speeds = f"{1 / cost:,.0f}", f"{1 / cpu:,.0f}", f"{cost / one:.2f}"
+        rows.append([name, *speeds, f"{idle:.1%}", f"{given:.0%}", f"{1e3 * step:.1f}"])
+    head = ["", "tokens/s", "tokens a CPU second", "time a token over one response's"]
+    head += ["slots empty while prompts wait", "given", "ms a step"]
+    print(common.table(head, rows))
 
 
 if __name__ == "__main__":
