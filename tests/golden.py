@@ -1,7 +1,7 @@
-"""Readers of the reference vectors in ../shared/golden (see the README there).
+"""Readers of the reference vectors in ../shared/golden, and of transformers' logits in golden_data.
 
-Each takes the `shared` folder (the fixture of that name) and returns cases under the project's
-names for things; `arrays` gives any part of policy_loss.npz as it is stored.
+Those of the first take the `shared` folder (the fixture of that name) and return cases under the
+project's names for things; `arrays` gives any part of policy_loss.npz as it is stored.
 """
 
 import functools
@@ -10,6 +10,7 @@ import pathlib
 import types
 
 import numpy as np
+from safetensors.numpy import save_file
 
 Case = types.SimpleNamespace  # `name` is the reference's
 REFERENCE_MODES = {"token_mean": "token-mean", "sequence_mean": "seq-mean-token-mean"}
@@ -151,3 +152,37 @@ def _loss_inputs(stored: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 def _losses_and_gradients(stored, scope: str) -> dict[str, tuple[float, np.ndarray]]:
     scopes = {mode: scope.format(reference) for mode, reference in REFERENCE_MODES.items()}
     return {m: (float(stored[f"{of}/loss64"]), stored[f"{of}/grad64"]) for m, of in scopes.items()}
+
+
+# Models of transformers.
+
+FOLDER = pathlib.Path(__file__).parent / "golden_data"
+# The files of make_transformers_golden.py, and the models in each.
+GOLDEN = {
+    "qwen2": ("tied", "untied"),
+    "qwen2_yarn": ("tied",),
+    "qwen3": ("tied", "untied", "yarn"),
+    "qwen3_moe": ("normed", "plain"),
+    "llama": ("untied", "llama3"),
+    "gemma3": ("1b", "27b"),
+}
+MODELS = [f"{file}/{name}" for file, names in GOLDEN.items() for name in names]
+CASES = ("right_padded", "left_padded", "packed")
+
+
+def arrays_of(model: str) -> dict[str, np.ndarray]:
+    """The arrays of "file/model"."""
+    file, _, name = model.partition("/")
+    with np.load(FOLDER / f"{file}_transformers.npz") as arrays:
+        start = f"{name}/"
+        return {k.removeprefix(start): a for k, a in arrays.items() if k.startswith(start)}
+
+
+def directory(model: str, folder: pathlib.Path) -> pathlib.Path:
+    """The model's directory, in transformers' own names and config."""
+    arrays, start = arrays_of(model), "weights/"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(str(arrays["config"]))
+    weights = {k.removeprefix(start): a for k, a in arrays.items() if k.startswith(start)}
+    save_file(weights, folder / "model.safetensors")
+    return folder

@@ -9,20 +9,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from engines import (
+    FEW,
+    GROUPS,
+    OF_FEW,
+    SCARCE,
+    SPARE,
+    TIGHT,
+    build,
+    interrupted,
+    programs,
+    same_bits,
+    sample_groups,
+    sample_prompts,
+    step,
+)
 from flax import nnx
+from golden import directory
+from quick import jit, random_params
 from safetensors.numpy import load_file
-from test_engine import GROUPS, TIGHT, build, same_bits, sample_groups
-from test_parity import directory
-from test_partial_rollouts import PROMPTS, ROOMY, interrupted, whole
-from test_partial_rollouts import TIGHT as PREEMPTING
 
-from configs import base
 from dapo_jax import learner
-from dapo_jax.checkpoints.progress import Progress
 from dapo_jax.convert import convert
 from dapo_jax.sampler import cache as cache_module
 from dapo_jax.sampler import plan
-from dapo_jax.setup import components
 from models.hf import load_params
 from models.hf_config import load_config
 from models.kernels import KERNELS
@@ -33,28 +43,13 @@ from models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeLayer
 from models.transformer import abstract_params, causal_mask
 from sharding import hosts, rules
 from sharding.mesh import make_mesh
-from tests import sampled_step
-from tests.quick import jit, random_params
 
-SMALL = Qwen3MoeConfig(
-    64,
-    32,
-    48,
-    2,
-    4,
-    2,
-    8,
-    True,
-    num_experts=6,
-    experts_per_token=2,
-    expert_width=24,
-    norm_topk=True,
-)
+EXPERTS = {"num_experts": 6, "experts_per_token": 2, "expert_width": 24, "norm_topk": True}
+SMALL = Qwen3MoeConfig(64, 32, 48, 2, 4, 2, 8, True, **EXPERTS)
 WIDE = dataclasses.replace(
     SMALL, vocab_size=512, width=64, num_heads=8, head_dim=32, num_experts=8, expert_width=96
 )
-TARGETS = {"lora_targets": ("q", "k", "v", "o")}
-GOLDEN = "qwen3_moe/normed"  # test_parity.py's, of 6 experts
+GOLDEN = "qwen3_moe/normed"  # of 6 experts
 
 
 def feed_forward(layer, h_BTD, routes=None):
@@ -72,15 +67,9 @@ def out_of(layer, h_BTD, routes):
 
 def expected(layer, h_BTD, chosen_BTA, norm_topk):
     """The same, token by token and expert by expert."""
-    logits_BTX = h_BTD @ layer.router_DX[...]
-    prob_BTX = jax.nn.softmax(logits_BTX, axis=-1)
-    out = []
-    for h_D, prob_X, chosen_A in zip(
-        h_BTD.reshape(-1, h_BTD.shape[-1]),
-        prob_BTX.reshape(-1, prob_BTX.shape[-1]),
-        chosen_BTA.reshape(-1, chosen_BTA.shape[-1]),
-        strict=True,
-    ):
+    prob_BTX = jax.nn.softmax(h_BTD @ layer.router_DX[...], axis=-1)
+    out, given = [], (h_BTD, prob_BTX, chosen_BTA)
+    for h_D, prob_X, chosen_A in zip(*(a.reshape(-1, a.shape[-1]) for a in given), strict=True):
         of_experts = [
             (jax.nn.silu(h_D @ layer.gate_EDY[e]) * (h_D @ layer.up_EDY[e])) @ layer.down_EYD[e]
             for e in chosen_A.tolist()
@@ -191,15 +180,14 @@ def chosen(graph, params, tokens_BT):
     return model.hidden(tokens_BT, position_BT, lambda q, k, v: attention(q, k, v, mask_BTS))[1]
 
 
-@pytest.mark.parametrize("cache", [ROOMY, PREEMPTING], ids=["roomy", "tight"])
-@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize(("cache", "shards"), [(SPARE, 1), (SCARCE, 2)], ids=["spare", "scarce"])
 def test_routes_are_those_that_the_sampler_took(small, cache, shards, monkeypatch):
     """Prompts' too; samples are preempted, recomputed and moved, and go on over a step's end."""
     monkeypatch.setattr(plan, "BALANCE_SLACK", -1.0)  # shards take samples of others
     engine, sampled = build(SMALL, cache, small[1], shards=shards)
-    uninterrupted = whole(engine, sampled)
+    uninterrupted, _ = sample_prompts(engine, sampled, **OF_FEW)
     expected = {
-        (cursor, i): chosen_by(small, PROMPTS[cursor], response)
+        (cursor, i): chosen_by(small, FEW[cursor], response)
         for (cursor, i), response in uninterrupted.items()
     }
     assert len({route.tobytes() for route in expected.values()}) > 10
@@ -214,7 +202,7 @@ def test_routes_are_those_that_the_sampler_took(small, cache, shards, monkeypatc
 @pytest.mark.parametrize("keeps", [False, True])
 def test_an_earlier_policys_tokens_keep_their_routes(small, keeps):
     """Newer weights compute their keys and values again, and choose other experts by themselves."""
-    engine, params = build(SMALL, ROOMY, small[1])
+    engine, params = build(SMALL, SPARE, small[1])
     later = params | {
         "layers": tuple(it | {"router_XD": -it["router_XD"]} for it in params["layers"])
     }
@@ -223,16 +211,11 @@ def test_an_earlier_policys_tokens_keep_their_routes(small, keeps):
     begun = {(it.cursor, i): of for it in partial for i, of in enumerate(it.responses)}
     for (cursor, i), before in begun.items():
         if n := len(before.tokens_T):
-            of_prompt = len(PROMPTS[cursor]) - 1
+            of_prompt = len(FEW[cursor]) - 1
             after = responses[cursor, i].route_TLA[of_prompt:]
             np.testing.assert_array_equal(after[:n], before.route_TLA[of_prompt:])
             kept += len(after) > n
     assert kept > 3
-    described = json.loads(json.dumps(Progress(partial=partial).to_json()))
-    for it, there in zip(partial, Progress.from_json(described).partial, strict=True):
-        for response, other in zip(it.responses, there.responses, strict=True):
-            np.testing.assert_array_equal(response.route_TLA, other.route_TLA)
-            assert getattr(response.route_TLA, "dtype", "uint8") == "uint8"
 
 
 # Routes that are replayed.
@@ -249,8 +232,8 @@ def updates(folder, *changes, mesh=(1, 2), **algo):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "jit", jit)
         patch.setattr(cache_module, "PARTS", ((1, 1),))
-        built = sampled_step.programs("qwen3_moe", folder, mesh=mesh, algo=algo)
-        before, groups, state, metrics = sampled_step.step(built)
+        built = programs("qwen3_moe", folder, mesh=mesh, algo=algo)
+        before, groups, state, metrics = step(built)
         found = [(state, metrics)]
         advantage_PG = np.tile(np.float32([1, -1, 1, -1]), (len(groups), 1))
         for change in changes:
@@ -298,13 +281,10 @@ def test_an_update_of_experts_over_devices_equals_one_devices(folder):
 
 
 def test_lora_leaves_experts_and_router_alone(folder):
-    config = base.get_config()
-    config.model.family, config.model.path = "qwen3_moe", str(folder)
-    config.rollout.max_response_tokens, config.rollout.max_prompt_tokens = 20, 17
-    config.learner.lora_rank = 2
     message = r"lora_targets has gate, up, down, which model_type .qwen3_moe. .* q, k, v, o"
     with pytest.raises(ValueError, match=message):
-        components.programs(config, 61)
-    built = sampled_step.programs("qwen3_moe", folder, learner={"lora_rank": 2, **TARGETS})
+        programs("qwen3_moe", folder, lora_rank=2)
+    lora = {"lora_rank": 2, "lora_targets": ("q", "k", "v", "o")}
+    built = programs("qwen3_moe", folder, learner=lora)
     names = {name.partition("_")[0] for name in built.state.params["layers"]}
     assert names == set("qkvo")

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from test_engine import ROOMY as CACHE
+from engines import ROOMY as CACHE
 
 from dapo_jax.sampler import cache as cache_module
 from dapo_jax.sampler import plan as plan_module
