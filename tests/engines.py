@@ -239,7 +239,8 @@ def programs(family: str, folder, *, lora_rank: int = 0, **changes):
     }
     config.update_from_flattened_dict(settings)
     config.update(changes)
-    devices = jax.devices()[: config.mesh.data * config.mesh.model]
+    m = config.mesh
+    devices = jax.devices()[: m.slices * m.data * m.model]
     return components.programs(config, SAMPLING.vocab_size, devices=devices)
 
 

@@ -71,22 +71,16 @@ def accumulation_cases(shared: pathlib.Path) -> list[Case]:
 
 def advantage_cases(shared: pathlib.Path) -> list[Case]:
     """Every `grpo/*` case: reward_PG and advantage_PG of whole groups, both float32."""
-    cases = []
-    for name, stored in _cases(shared, "grpo/"):
+
+    def case(name, stored):
         # The stored rows of one group follow each other.
-        num_groups = len(np.unique(stored["in/group"]))
+        groups = (len(np.unique(stored["in/group"])), -1)
         first_token_R1 = stored["in/mask"].argmax(axis=1, keepdims=True)
         advantage_R1 = np.take_along_axis(stored["adv"], first_token_R1, axis=1)
-        reward_R = stored["in/token_level_rewards"].sum(axis=1)
-        groups = (num_groups, -1)
-        cases.append(
-            Case(
-                name=name,
-                reward_PG=reward_R.reshape(groups),
-                advantage_PG=advantage_R1.reshape(groups),
-            )
-        )
-    return cases
+        reward_PG = stored["in/token_level_rewards"].sum(axis=1).reshape(groups)
+        return Case(name=name, reward_PG=reward_PG, advantage_PG=advantage_R1.reshape(groups))
+
+    return [case(*it) for it in _cases(shared, "grpo/")]
 
 
 def overlong_cases(shared: pathlib.Path) -> list[Case]:

@@ -64,19 +64,14 @@ def test_a_scan_over_the_layers_keeps_their_order(remat):
     def scanned(config):
         model = nnx.merge(graph, params)
         model.config = config
-        run = jit(lambda: model.hidden(tokens_BT, position_BT, attend, remat=remat))
-        return run()[0]
+        return jit(lambda: model.hidden(tokens_BT, position_BT, attend, remat=remat))()[0]
 
     def seeing(window):
         return lambda *qkv: (attend(*qkv, window=window), None)
 
     attends = [seeing(kind.window) for kind in SMALL.kinds]
-    how = {"axis": None}
-    one_by_one, *_ = jit(
-        lambda: hidden_layer_by_layer(
-            unstack(params), SMALL, tokens_BT, position_BT, attends, **how
-        )
-    )()
+    given = (unstack(params), SMALL, tokens_BT, position_BT, attends)
+    one_by_one, *_ = jit(lambda: hidden_layer_by_layer(*given, axis=None))()
     np.testing.assert_allclose(scanned(SMALL), one_by_one, atol=2e-5)
     other = dataclasses.replace(SMALL, windows=(None, 6, 6))
     assert np.abs(scanned(other) - one_by_one).max() > 0.1
@@ -103,12 +98,8 @@ def test_embeddings_are_multiplied_by_the_rounded_root_of_the_width():
 PUBLISHED = {
     "4b": {"hidden_size": 2_560, "intermediate_size": 10_240, "num_hidden_layers": 34},
     "27b": {
-        "hidden_size": 5_376,
-        "intermediate_size": 21_504,
-        "num_hidden_layers": 62,
-        "head_dim": 128,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 16,
+        **{"hidden_size": 5_376, "intermediate_size": 21_504, "num_hidden_layers": 62},
+        **{"head_dim": 128, "num_attention_heads": 32, "num_key_value_heads": 16},
         "query_pre_attn_scalar": 168,
     },
 }

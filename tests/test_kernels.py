@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compiled_kernels import HEADS, PLUGIN, ROOT, an_h100, pages, rows
-from engines import PROMPTS, ROOMY, SAMPLING, SMALL, build, same_bits, sample_prompts
+from engines import by_request, programs, step
 from flax import nnx
 from jax.experimental.pallas import tpu as pltpu
 from kernel_cases import (
@@ -26,14 +26,9 @@ from kernel_cases import (
     value_and_gradient,
 )
 from processes import ran
-from quick import jit, random_params
-from runs import responses, rows_without_timings
+from quick import jit
 
-from configs import tiny
-from dapo_jax import train
-from dapo_jax.checkpoints.store import Checkpoints
 from dapo_jax.preflight.compile import LIBTPU
-from dapo_jax.setup import components
 from models import gemma3
 from models.kernels import (
     KERNELS,
@@ -419,24 +414,6 @@ def test_a_tpu_copies_pages_as_plain_xla_does(H, C):
         np.testing.assert_array_equal(ours[1], before[1])
 
 
-def test_an_engine_samples_with_a_gpus_kernels_what_plain_xla_does(monkeypatch):
-    """And bit for bit the same alone as beside others."""
-    monkeypatch.setattr(paged_gpu, "pages_per_split", lambda page_tokens: 1)
-    params = random_params(SMALL)[1]
-    plain, ours = (
-        build(SMALL, ROOMY, params, kernels=KERNELS[name]) for name in ("xla", "gpu_interpret")
-    )
-    (expected, _), (found, _) = (sample_prompts(*it, SAMPLING) for it in (plain, ours))
-    assert found.keys() == expected.keys()
-    for request, response in found.items():
-        wanted, close = expected[request], {"rtol": 1e-5, "atol": 1e-5}
-        np.testing.assert_array_equal(response.tokens_T, wanted.tokens_T)
-        np.testing.assert_allclose(response.behavior_logp_T, wanted.behavior_logp_T, **close)
-    some = {cursor: PROMPTS[cursor] for cursor in (7, 12)}
-    alone, _ = sample_prompts(*ours, SAMPLING, prompts=some)
-    same_bits(alone, {request: found[request] for request in alone})
-
-
 # For accelerators that are not there.
 
 
@@ -507,31 +484,7 @@ def test_a_gpus_kernels_compile(what, most):
     assert all(own < most * size for size, own, *_ in lines), lines
 
 
-# A whole run.
-
-
-def small_config(kernels):
-    """Two steps of a small random model, whose responses end at digits: rewards are of lengths."""
-    config = tiny.get_config()
-    settings = {
-        "model.kernels": kernels,
-        **{"tokenizer.path": config.model.path, "model.path": "", "model.preset": "small"},
-        **{"tokenizer.stop_tokens": tuple("0123456789"), "data.train.count": 200},
-        **{"num_steps": 2, "updates_per_step": 1, "rollout.generation_prompts": 4},
-        **{"rollout.num_prompts": 2, "rollout.group_size": 4, "rollout.cache_mib": 1},
-        **{"rollout.max_prompt_tokens": 33, "rollout.max_response_tokens": 40},
-        **{"algo.dynamic_sampling": False, "algo.overlong_cache_tokens": 40},
-        **{"learner.row_tokens": 160, "learner.micro_batch_rows": 2},
-        **{"mesh.data": 2, "mesh.model": 2, "eval.every_steps": 0},
-        **{"checkpoint.every_steps": 1, "checkpoint.keep": 2},
-    }
-    config.update_from_flattened_dict(settings)
-    return config
-
-
-# What tells how full the cache is, of which plain XLA has less: a part is for copies of pages; and
-# what is of bits.
-APART = ("engine/occupancy", "engine/cache_use", "digest/")
+# A whole step.
 
 
 class Noted(dict):
@@ -546,63 +499,56 @@ class Noted(dict):
         return super().__getitem__(key)
 
 
-@pytest.fixture(scope="module")
-def traced():
+@pytest.fixture
+def traced(monkeypatch):
     """The kernels that were traced; they have several blocks, of pages and of a row's tokens."""
     traced, make_splash = set(), splash_tpu.make_splash_mha_single_device
 
     def noted(what, give=lambda *_, **__: 1):
         return lambda *args, **how: traced.add(what) or give(*args, **how)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(paged_tpu, "pages_per_block", noted("blocks"))
-        patch.setattr(paged_gpu, "pages_per_split", noted("splits"))
-        patch.setattr(splash_tpu, "make_splash_mha_single_device", noted("splash", make_splash))
-        patch.setattr(splash_tpu, "BLOCK_TOKENS", BLOCK)
-        patch.setattr(flash_gpu, "TILES", Noted(flash_gpu.TILES, noted("flash")))
-        patch.setitem(PRESETS, "small", Qwen2Config(384, 64, 128, 2, 4, 2, 16, True))
-        patch.setattr(jax, "jit", jit)
-        yield traced
+    monkeypatch.setattr(paged_tpu, "pages_per_block", noted("blocks"))
+    monkeypatch.setattr(paged_gpu, "pages_per_split", noted("splits"))
+    monkeypatch.setattr(splash_tpu, "make_splash_mha_single_device", noted("splash", make_splash))
+    monkeypatch.setattr(splash_tpu, "BLOCK_TOKENS", BLOCK)
+    monkeypatch.setattr(flash_gpu, "TILES", Noted(flash_gpu.TILES, noted("flash")))
+    monkeypatch.setitem(PRESETS, "small", Qwen2Config(64, 64, 128, 2, 4, 2, 16, True))
+    monkeypatch.setattr(jax, "jit", jit)
+    return traced
 
 
-def trained(kernels, workdir):
-    """Trains: (workdir, programs, how the second step changed each of the parameters)."""
-    train.train(small_config(kernels), workdir)
-    programs = components.programs(small_config(kernels), vocab_size=384)
-    checkpoints = Checkpoints(workdir / "checkpoints", keep=None)
-    params = [checkpoints.restore(step, programs.state)[0].params for step in (1, 2)]
-    checkpoints.close()
-    change = jax.tree.map(lambda before, after: np.asarray(after) - before, *params)
-    return workdir, programs, jax.tree_util.tree_leaves_with_path(change)
+def stepped(kernels):
+    """A step of plain XLA's programs or an accelerator's: (programs, samples, changes, metrics)."""
+    sizes = {"max_prompt_tokens": 17, "max_response_tokens": 20, "page_tokens": 16}
+    how = {"model": {"preset": "small", "kernels": kernels}, "mesh": {"data": 2, "model": 2}}
+    built = programs("qwen2", "", **how, rollout=sizes, learner={"row_tokens": 160})
+    before, groups, state, metrics = step(built, cursors=(0, 7, 12, 100))
+    changes = jax.tree.map(lambda after, before: np.asarray(after) - before, state.params, before)
+    return built, by_request(groups), jax.tree_util.tree_leaves_with_path(changes), metrics
 
 
-@pytest.fixture(scope="module")
-def plain(traced, tmp_path_factory):
-    found = trained("xla", tmp_path_factory.mktemp("runs") / "plain")
-    assert not traced
-    return found
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("interpreted", "used"),
-    [("tpu_interpret", {"blocks", "splash"}), ("gpu_interpret", {"splits", "flash"})],
+    ("kernels", "used"),
+    [
+        ("gpu_interpret", {"splits", "flash"}),
+        pytest.param("tpu_interpret", {"blocks", "splash"}, marks=pytest.mark.slow),
+    ],
 )
-def test_an_accelerators_kernels_train_as_plain_xla_does(
-    traced, plain, tmp_path, interpreted, used
-):
-    """Two whole steps with its programs, interpreted: the same tokens, the rest to rounding."""
-    traced.clear()
-    ours, programs, changes = trained(interpreted, tmp_path / "run")
-    theirs, _, expected_changes = plain
+def test_an_accelerators_kernels_sample_and_train_as_plain_xla_does(traced, kernels, used):
+    """A whole step with its programs, interpreted: the same tokens, the rest to rounding."""
+    _, expected, expected_changes, expected_metrics = stepped("xla")
+    assert not traced
+    built, responses, changes, metrics = stepped(kernels)
     assert traced == used
-    assert len(programs.engine.sizes) == 2
-    assert programs.learning.kernels.shares_prompts == ("splash" not in used)
-    assert all(responses(ours, step) == responses(theirs, step) for step in range(2))
-    for pair in zip(*map(rows_without_timings, (ours, theirs)), strict=True):
-        found, wanted = ({k: v for k, v in r.items() if not k.startswith(APART)} for r in pair)
-        assert found == pytest.approx(wanted, rel=1e-5, abs=1e-6)
-        assert found["grad_norm"] > 0.1
+    assert built.learning.kernels.shares_prompts == ("splash" not in used)
+    assert responses.keys() == expected.keys() and len(responses) == 16
+    for request, response in responses.items():
+        wanted, close = expected[request], {"rtol": 1e-5, "atol": 1e-5}
+        np.testing.assert_array_equal(response.tokens_T, wanted.tokens_T)
+        np.testing.assert_allclose(response.behavior_logp_T, wanted.behavior_logp_T, **close)
+    assert metrics["grad_norm"] > 0.01
+    for name, value in expected_metrics.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
     for (path, found), (_, wanted) in zip(changes, expected_changes, strict=True):
         # Softmax does not see a key's bias: Adam makes its step of a gradient that is rounding.
         rounding = 1e-2 if "k_bias" in str(path) else 1e-4

@@ -13,6 +13,7 @@ import pytest
 import safetensors.numpy
 from flax import nnx
 from quick import jit
+from updates import LEARNING, SMALL, batch_of, long_tailed, random_weights
 
 from configs import tiny
 from dapo_jax import convert, learner
@@ -26,9 +27,7 @@ from models.lora import MATRICES, Lora, adapted, beside, factors, init_adapters
 from models.precision import Weights
 from models.transformer import abstract_params, hidden_layer_by_layer, unstack
 from sharding.mesh import make_mesh
-from tests.test_learner import LEARNING, SMALL, batch_of, data, params
 
-__all__ = ["data", "params"]  # fixtures
 LORA = Lora(rank=3, alpha=6.0, targets=tuple(MATRICES))
 add = jit(adapted, static_argnames="scale")
 
@@ -63,9 +62,13 @@ def jitted_gradient(lora, *, data=1, model=1):
 
 
 @pytest.fixture(scope="module")
-def micro(data):
-    batch = batch_of(data)
-    return jax.tree.map(lambda rows: rows[0], dataclasses.replace(batch, num_micro=None))
+def params():
+    return random_weights()
+
+
+@pytest.fixture(scope="module")
+def micro():
+    return learner.micro_batch(batch_of(long_tailed()), 0)
 
 
 def test_fresh_adapters_change_nothing(params):
@@ -172,12 +175,6 @@ def test_a_small_update_is_not_rounded_away_in_bfloat16(params, by_sampler, monk
     assert error < 0.02 * np.linalg.norm(exact - exact_start)
 
 
-def lora_config():
-    config = tiny.get_config()
-    config.learner.lora_rank, config.learner.lora_alpha = 3, 6.0
-    return config
-
-
 def test_four_devices_take_the_update_of_one(params, micro):
     adapters = random_adapters()
     one, four = (
@@ -191,7 +188,8 @@ def test_four_devices_take_the_update_of_one(params, micro):
 @pytest.fixture
 def run(tmp_path):
     """A run's folder after a step: (config, programs, adapters, checkpoints)."""
-    config = lora_config()
+    config = tiny.get_config()
+    config.learner.lora_rank, config.learner.lora_alpha = 3, 6.0
     config.model.path = str(shutil.copytree(config.model.path, tmp_path / "base"))
     programs = components.programs(config, 384)
     adapters = random_adapters(programs.learning.lora, config=programs.sizes)
@@ -207,39 +205,34 @@ def run(tmp_path):
     return config, programs, adapters, checkpoints
 
 
-def test_a_run_is_exported_with_its_factors_added(run, tmp_path):
-    """transformers reads W + scale * A B; nothing of LoRA is left to know about."""
+def test_a_run_is_exported_with_its_factors_added_or_beside_as_peft_names_them(run, tmp_path):
+    """transformers reads W + scale * A B; nothing of LoRA is left to know about.
+
+    PEFT multiplies by lora_A [R, in], then by lora_B [out, R], and by lora_alpha / r.
+    """
     config, programs, adapters, _ = run
-    convert.convert(f"run:{tmp_path / 'run'}", f"hf:{tmp_path / 'hf'}", dtype="float32")
+    for kind in ("hf", "peft"):
+        convert.convert(f"run:{tmp_path / 'run'}", f"{kind}:{tmp_path / kind}", dtype="float32")
     exported = hf.load_params(tmp_path / "hf", programs.sizes, dtype="float32")
     start = hf.load_params(config.model.path, programs.sizes, dtype="float32")
     np.testing.assert_array_equal(exported["embed_VD"], start["embed_VD"])
-    for target in MATRICES:
-        w, a, b = factors(target)
-        a, b = adapters["layers"][a], adapters["layers"][b]
-        expected = by_hand(start["layers"][w], a, b, 2.0)
-        np.testing.assert_allclose(exported["layers"][w], expected, atol=1e-5)
-
-
-def test_a_runs_factors_are_exported_as_peft_names_them(run, tmp_path):
-    """PEFT multiplies by lora_A [R, in], then by lora_B [out, R], and by lora_alpha / r."""
-    config, programs, adapters, _ = run
-    convert.convert(f"run:{tmp_path / 'run'}", f"peft:{tmp_path / 'peft'}", dtype="float32")
     content = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
     assert content["base_model_name_or_path"] == config.model.path
     assert (content["r"], content["lora_alpha"], content["peft_type"]) == (3, 6.0, "LORA")
     assert content["target_modules"] == sorted(f"{target}_proj" for target in MATRICES)
     tensors = safetensors.numpy.load_file(tmp_path / "peft" / "adapter_model.safetensors")
     assert len(tensors) == 2 * len(MATRICES) * programs.sizes.num_layers
-    start = hf.load_params(config.model.path, programs.sizes, dtype="float32")["layers"]
     layer = programs.sizes.num_layers - 1
-    for target, block in (("q", "self_attn"), ("o", "self_attn"), ("down", "mlp")):
+    for target in MATRICES:
+        w, a, b = factors(target)
+        factor = (adapters["layers"][a], adapters["layers"][b])
+        expected = by_hand(start["layers"][w], *factor, 2.0)
+        np.testing.assert_allclose(exported["layers"][w], expected, atol=1e-5)
+        block = "mlp" if target in ("gate", "up", "down") else "self_attn"
         name = f"base_model.model.model.layers.{layer}.{block}.{target}_proj"
         A, B = (tensors[f"{name}.lora_{factor}.weight"] for factor in "AB")
-        w, a, b = factors(target)
-        summed = by_hand(start[w], adapters["layers"][a], adapters["layers"][b], 2.0)[layer]
-        merged = start[w][layer].reshape(len(A.T), -1).T + 2.0 * B @ A
-        np.testing.assert_allclose(merged.T, summed.reshape(len(A.T), -1), atol=1e-5)
+        merged = start["layers"][w][layer].reshape(len(A.T), -1).T + 2.0 * B @ A
+        np.testing.assert_allclose(merged.T, expected[layer].reshape(len(A.T), -1), atol=1e-5)
     with pytest.raises(ValueError, match="only a run has factors"):
         convert.convert(f"hf:{config.model.path}", f"peft:{tmp_path / 'x'}", dtype="float32")
 
