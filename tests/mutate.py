@@ -17,7 +17,7 @@ import tempfile
 from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-SECONDS = 900  # a mutation may hang
+SECONDS = 400  # a mutation may hang
 
 # Of each: a name, the file, and tests/test_*.py that should notice; what is there once, what it
 # becomes.
