@@ -25,9 +25,6 @@ MUTATIONS = r"""
 clip_bounds dapo_jax/algorithm.py algorithm losses
 - jnp.clip(ratio_RT, 1.0 - eps_low, 1.0 + eps_high)
 + jnp.clip(ratio_RT, 1.0 - eps_high, 1.0 + eps_low)
-clip_tie dapo_jax/algorithm.py algorithm
-- jnp.where(clipped_RT > unclipped_RT, clipped_RT, unclipped_RT)
-+ jnp.maximum(clipped_RT, unclipped_RT)
 dual_clip dapo_jax/algorithm.py algorithm
 - (advantage_RT < 0) & (bound_RT < loss_RT)
 + (advantage_RT < 0) & (bound_RT > loss_RT)
@@ -43,9 +40,6 @@ std_without_epsilon dapo_jax/algorithm.py algorithm
 std_biased dapo_jax/algorithm.py algorithm
 - np.std(reward_PG, axis=1, keepdims=True, ddof=1)
 + np.std(reward_PG, axis=1, keepdims=True)
-equal_rewards dapo_jax/algorithm.py algorithm losses
-- np.where(equal_P1, 0.0, reward_PG - mean_P1)
-+ reward_PG - mean_P1
 kl_sign dapo_jax/algorithm.py algorithm
 - clamped_log_ratio(reference_logp_RT, logp_RT)
 + clamped_log_ratio(logp_RT, reference_logp_RT)
@@ -58,15 +52,9 @@ solved_groups dapo_jax/algorithm.py rollout
 last_groups dapo_jax/algorithm.py rollout
 - informative_groups(correct_PG))[:num_prompts]
 + informative_groups(correct_PG))[-num_prompts:]
-truncation_upside_down dapo_jax/losses.py losses
-- algorithm.importance_ratio(token.old_logp_BT, token.behavior_logp_BT)
-+ algorithm.importance_ratio(token.behavior_logp_BT, token.old_logp_BT)
 truncation_cap dapo_jax/losses.py losses
 - jnp.minimum(ratio, cap), ratio > cap
 + jnp.maximum(ratio, cap), ratio > cap
-least_covariance dapo_jax/losses.py losses
-- np.argsort(-covariance, axis=None
-+ np.argsort(covariance, axis=None
 entropy_sign dapo_jax/learner.py learner
 - lambda token: -learning.entropy_coef * token.weight_BT
 + lambda token: learning.entropy_coef * token.weight_BT
@@ -76,42 +64,21 @@ warm_up_one_late dapo_jax/learner.py learner
 optimiser_state dapo_jax/learner.py learner
 - stepped = TrainState(params, opt_state)
 + stepped = TrainState(params, state.opt_state)
-bad_update_taken dapo_jax/learner.py learner
-- jnp.where(finite, new, old), stepped, state)
-+ jnp.where(finite | True, new, old), stepped, state)
-metrics_of_rows dapo_jax/learner.py learner
-- value / jnp.maximum(tokens, 1) for key
-+ value / batch.tokens_BT.size for key
 overlong_filter dapo_jax/learner.py learner
 - if s.overlong_filtering:
 + if not s.overlong_filtering:
-slices_add_up dapo_jax/logprobs.py logprobs
-- d_head_DV = _over("slice", jax.lax.psum, d_head_DV, mesh)
-+ d_head_DV = _over("slice", jax.lax.pmax, d_head_DV, mesh)
-temperature dapo_jax/logprobs.py logprobs
-- d_CV * d_logp_C[:, None] / self._temperature
-+ d_CV * d_logp_C[:, None]
-vocabulary_border dapo_jax/logprobs.py logprobs engine
-- jnp.where(id_V < vocab_size, logits_BV, MASKED)
-+ jnp.where(id_V <= vocab_size, logits_BV, MASKED)
 environment_trained dapo_jax/packing.py learner
 - batch.is_response_BT[b, answer] = response.sampled_T
 + batch.is_response_BT[b, answer] = True
 token_fed_early dapo_jax/packing.py packing learner
 - np.append(prompt[-1:], response.tokens_T[:-1])
 + response.tokens_T
-position_one_late dapo_jax/packing.py packing
-- len(prompt) - 1 + np.arange(length)
-+ len(prompt) + np.arange(length)
 earlier_policies dapo_jax/packing.py packing
 - is_on_policy_BT[b, answer] = not response.ends
 + is_on_policy_BT[b, answer] = True
 row_not_filled dapo_jax/packing.py packing
 - next((r for r in range(len(rows)) if room[r] >= size)
 + next((r for r in range(len(rows)) if room[r] > size)
-micro_batches_by_work dapo_jax/packing.py packing
-- np.argsort(-keys_seen_B, kind="stable")
-+ np.argsort(keys_seen_B, kind="stable")
 causal_border models/transformer.py parity
 - same_BTS & (index_T[:, None] >= index_T[None, :])
 + same_BTS & (index_T[:, None] > index_T[None, :])
@@ -136,9 +103,6 @@ head_grouping models/kernels/xla.py parity
 packed_branch models/kernels/packed.py kernels
 - (of_branch == 0) | (of_branch == branch)
 + (of_branch == 0) | (of_branch <= branch)
-packed_window models/kernels/packed.py kernels
-- own &= position - of_position < self.window
-+ own &= position - of_position <= self.window
 flash_window models/kernels/flash_gpu.py kernels
 - seen & (query - key < window)
 + seen & (query - key <= window)
@@ -148,9 +112,6 @@ splash_window models/kernels/splash_tpu.py kernels
 pages_in_window models/kernels/xla.py kernels
 - prompt_tokens_B + tokens_B + recent_tokens_B - window, 0)
 + prompt_tokens_B + tokens_B + recent_tokens_B - window + 1, 0)
-split_live models/kernels/paged_gpu.py kernels
-- is_live_W = token_W < tokens - tile * W
-+ is_live_W = token_W <= tokens - tile * W
 lora_scale models/lora.py lora
 - new[w] = layer[w] + scale * change
 + new[w] = layer[w] + change
@@ -160,21 +121,12 @@ expert_weights models/qwen3_moe.py experts
 uniform_by_slot dapo_jax/sampler/decode.py engine
 - request_keys(run_key, row["cursor"], row["sample"])
 + request_keys(run_key, jnp.arange(B), row["sample"])
-uniform_by_block dapo_jax/sampler/decode.py engine
-- uniform_at(key_B, sampled_B + i)
-+ uniform_at(key_B, sampled_B * 0 + i)
 block_offset dapo_jax/sampler/decode.py engine
 - offset_B = sampled_B % cache.page_tokens
 + offset_B = sampled_B % cache.block_tokens
 block_border models/kernels/xla.py engine
 - jnp.clip(table.response_tokens_B[:, None] - C * jnp.arange(J), 0, C)
 + jnp.clip(table.response_tokens_B[:, None] + 1 - C * jnp.arange(J), 0, C)
-zero_is_the_first_token dapo_jax/sampler/sampling.py sampler
-- pick(sum_RN, uniform_R + UNIFORM_GRID / 2)
-+ pick(sum_RN, uniform_R)
-top_k_border dapo_jax/sampler/sampling.py sampler
-- jnp.clip(k, 1, best_RK.shape[1]) - 1
-+ jnp.clip(k, 1, best_RK.shape[1] - 1)
 stop_token_dropped dapo_jax/sampler/session.py engine
 - used_N = np.minimum(stop_N + 1, np.minimum(plan.left_N, S))
 + used_N = np.minimum(np.maximum(stop_N, 1), np.minimum(plan.left_N, S))
@@ -190,9 +142,6 @@ prompt_freed_early dapo_jax/sampler/scheduler.py scheduler
 oldest_preempted dapo_jax/sampler/scheduler.py scheduler
 - youngest = self._by_age(d, self._active_DB[d])[-1]
 + youngest = self._by_age(d, self._active_DB[d])[0]
-pages_to_the_brim dapo_jax/sampler/scheduler.py scheduler
-- fits_DK = (free_DK > growth_DK // cache.page_tokens)
-+ fits_DK = (free_DK >= growth_DK // cache.page_tokens)
 one_reader dapo_jax/sampler/scheduler.py engine
 - "reader": prefix.samples.index(sample),
 + "reader": 0,
@@ -202,9 +151,6 @@ turns_border dapo_jax/episodes.py episodes
 surplus_dropped dapo_jax/rollout.py partial_rollouts
 - extra = {*self.graded.informative[self.plan.num_prompts :]} - self.due
 + extra = {*self.graded.informative[self.plan.num_prompts :]} & self.due
-last_group_cut dapo_jax/rollout.py rollout
-- return informative[plan.num_prompts - 1] + 1
-+ return informative[plan.num_prompts - 1]
 verdicts_at_once dapo_jax/grading.py rollout
 - pending, self._pending = self._pending, []
 + pending = self._pending = []
@@ -223,9 +169,6 @@ key_of_the_start dapo_jax/setup/start.py train
 digest_of_even_factors dapo_jax/checkpoints/digests.py checkpoint
 - (z ^ (z >> np.uint64(31))) | np.uint64(1)
 + (z ^ (z >> np.uint64(31))) & ~np.uint64(1)
-digest_of_places dapo_jax/checkpoints/digests.py checkpoint
-- start + jnp.arange(size, dtype=jnp.uint64)
-+ jnp.arange(size, dtype=jnp.uint64)
 progress_unchecked dapo_jax/checkpoints/store.py checkpoint faults_flips
 - if json_digest(content[1]) != manifest["progress"]:
 + if not manifest["progress"]:
@@ -253,9 +196,6 @@ first_answer dapo_jax/verifier/math_rules.py verifier
 alarm_one_late dapo_jax/logs/alarms.py alarms
 - if count >= alarm.steps:
 + if count > alarm.steps:
-entropy_threshold dapo_jax/logs/alarms.py alarms
-- return entropy > EXPLODED * of.uniform_nats or grew
-+ return entropy > of.uniform_nats or grew
 unused_tokens dapo_jax/logs/metrics.py metrics
 - 1 - s.rollouts.kept_tokens / max(s.spent_tokens, 1)
 + 1 - s.rollouts.kept_tokens / max(s.stats.sampled_tokens, 1)

@@ -1,30 +1,22 @@
 """A model family from outside the packages, in one file, from its weights to an update."""
 
-import json
 import math
 import pathlib
 
 import numpy as np
 import pytest
 from engines import check_step, programs
-from safetensors.numpy import save_file
+from quick import random_params
+from safetensors.numpy import load_file
 
 from configs import base
 from dapo_jax.setup import components
-from models import families, load_hf
+from models import families, load_hf, save_hf
 from models.parameters import ModelConfig
 
 OUTSIDE = pathlib.Path(__file__).parent / "ext_models"
-D, F, N, K, H, L, V = 32, 48, 4, 2, 16, 2, 64
-# As transformers would write it; heads * head_dim is not hidden_size.
-CONFIG = {
-    **{"architectures": ["GainsForCausalLM"], "model_type": "gains", "attention_bias": False},
-    **{"head_dim": H, "hidden_act": "silu", "hidden_size": D, "intermediate_size": F},
-    **{"max_window_layers": L, "num_attention_heads": N, "num_hidden_layers": L},
-    **{"num_key_value_heads": K, "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 1e4},
-    **{"sliding_window": None, "tie_word_embeddings": False, "use_sliding_window": False},
-    "vocab_size": V,
-}
+D, F, N, K, H, L, V = 32, 48, 4, 2, 16, 2, 64  # heads * head_dim is not the width
+EPS, THETA = 1e-6, 1e4
 
 
 @pytest.fixture(autouse=True)
@@ -33,56 +25,25 @@ def outside(monkeypatch):
     monkeypatch.syspath_prepend(str(OUTSIDE))
 
 
-@pytest.fixture(scope="module")
-def tensors():
-    """The tensors of a model, under names like transformers'."""
-    rng = np.random.default_rng(0)
-
-    def normal(*shape):
-        return rng.normal(0, 0.3, shape).astype(np.float32)
-
-    def scale(size):
-        return rng.normal(1, 0.3, size).astype(np.float32)
-
-    named = {"model.embed_tokens.weight": normal(V, D), "lm_head.weight": normal(V, D)}
-    named["model.norm.weight"] = scale(D)
-    for i in range(L):
-        layer = {
-            "input_layernorm": scale(D),
-            "self_attn.q_proj": normal(N * H, D),
-            "self_attn.k_proj": normal(K * H, D),
-            "self_attn.v_proj": normal(K * H, D),
-            "self_attn.o_proj": normal(D, N * H),
-            "self_attn.v_norm": scale(H),
-            "post_attention_layernorm": scale(D),
-            "mlp.gate_proj": normal(F, D),
-            "mlp.up_proj": normal(F, D),
-            "mlp.down_proj": normal(D, F),
-        }
-        named |= {f"model.layers.{i}.{name}.weight": value for name, value in layer.items()}
-        named[f"model.layers.{i}.self_attn.q_gain"] = scale(N * H)
-    return named
-
-
 @pytest.fixture
-def folder(tensors, tmp_path):
-    """A Hugging Face directory as transformers writes it."""
-    path = tmp_path / "gains"
-    path.mkdir()
-    save_file(tensors, path / "model.safetensors")
-    (path / "config.json").write_text(json.dumps(CONFIG))
-    return path
+def folder(tmp_path):
+    """A directory of a model of the family."""
+    sizes = (V, D, F, L, N, K, H, False)
+    config = families.load("gains").config(*sizes, rope_theta=THETA, rms_norm_eps=EPS)
+    save_hf(random_params(config)[1], config, tmp_path / "gains")
+    return tmp_path / "gains"
 
 
-def reference(tensors, tokens_T):
-    """logits_TV of one sequence, in NumPy and float64."""
+def reference(folder, tokens_T):
+    """logits_TV of one sequence, in NumPy and float64, from tensors named as transformers does."""
+    tensors = load_file(folder / "model.safetensors")
     w = {name.removesuffix(".weight"): t.astype(np.float64) for name, t in tensors.items()}
     T = len(tokens_T)
 
     def rms(x, scale):
-        return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + CONFIG["rms_norm_eps"]) * scale
+        return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + EPS) * scale
 
-    angle_TH = np.arange(T)[:, None] * CONFIG["rope_theta"] ** (-np.arange(0, H, 2) / H)
+    angle_TH = np.arange(T)[:, None] * THETA ** (-np.arange(0, H, 2) / H)
     cos, sin = (np.tile(f(angle_TH), 2)[:, None] for f in (np.cos, np.sin))
 
     def rotate(x):
@@ -111,19 +72,18 @@ def reference(tensors, tokens_T):
     return rms(x_TD, w["model.norm"]) @ w["lm_head"].T
 
 
-def test_logits_equal_the_reference(folder, tensors):
-    families.load("gains")
+def test_logits_equal_the_reference(folder):
     tokens_BT = np.random.default_rng(1).integers(0, V, (2, 9))
     logits_BTV = np.asarray(load_hf(folder)(tokens_BT))
-    expected_BTV = np.stack([reference(tensors, tokens_T) for tokens_T in tokens_BT])
+    expected_BTV = np.stack([reference(folder, tokens_T) for tokens_T in tokens_BT])
     assert np.std(expected_BTV) > 0.5
     np.testing.assert_allclose(logits_BTV, expected_BTV, atol=1e-4)
 
 
 @pytest.mark.slow
-def test_sampler_and_learner_agree_on_a_mesh(folder, tensors):
+def test_sampler_and_learner_agree_on_a_mesh(folder):
     """A config's model samples as the reference does; its update sees the same log-probs."""
-    _, state = check_step(programs("gains", folder), lambda ids_T: reference(tensors, ids_T))
+    _, state = check_step(programs("gains", folder), lambda ids_T: reference(folder, ids_T))
     layers = state.params["layers"]
     assert layers["q_gain_NH"].addressable_shards[1].data.shape == (L, N // 2, H)
     assert layers["v_norm_H"].is_fully_replicated
@@ -133,7 +93,6 @@ def test_a_directory_of_another_family_is_refused(folder, monkeypatch):
     config = base.get_config()
     config.model.path = str(folder)
     config.rollout.max_response_tokens = 20
-    families.load("gains")
     with pytest.raises(
         ValueError, match=r"model.family = 'qwen2' computes .* has 'gains'.*set model.family"
     ):
