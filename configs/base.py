@@ -310,8 +310,8 @@ KEYS = {
 
     "checkpoint.directory": Key("", "one that all hosts see, gs://...; \"\": WORKDIR/checkpoints",
                                 may_change=True),
-    "checkpoint.every_steps": Key(5, "rollout steps from save to save", at_least=1,
-                                  may_change=True),
+    "checkpoint.every_steps": Key(5, "rollout steps from save to save; partial rollouts compute "
+                                  "their keys and values again there", at_least=1, may_change=True),
     "checkpoint.keep": Key(2, "newest checkpoints kept", at_least=1, may_change=True),
     "checkpoint.keep_period": Key(0, "multiples of so many steps are kept too; 0: off",
                                   at_least=0, may_change=True),

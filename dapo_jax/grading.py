@@ -8,9 +8,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
-from dapo_jax.algorithm import informative_groups
 from dapo_jax.types import Group
 from sharding import hosts
 
@@ -27,7 +24,7 @@ class Graded:
     """
 
     cursor: int
-    success: Callable[[Group], np.ndarray]
+    is_informative: Callable[[Group], bool]
     prior_rate: float
     prior_groups: float
 
@@ -40,7 +37,7 @@ class Graded:
         """Adds graded groups."""
         for group in groups:
             self.groups[group.cursor] = group
-            if informative_groups(self.success(group)[None])[0]:
+            if self.is_informative(group):
                 bisect.insort(self.informative, group.cursor)
         while self.end in self.groups:
             self.end += 1

@@ -37,6 +37,10 @@ class StepPlan:
     partial_rollout_steps: int = 0
     success: Callable[[Group], np.ndarray] = operator.attrgetter("correct_G")
 
+    def is_informative(self, group: Group) -> bool:
+        """Returns whether some but not all of a group is a success (Eq. 11)."""
+        return bool(informative_groups(self.success(group)[None])[0])
+
 
 def collect(
     session: Session,
@@ -59,10 +63,10 @@ def collect(
     partial: the groups of the step before that go on. expected_rate: the share of informative
     groups before there are any. on_other_groups: takes other streams' finished groups.
     """
-    keeps, success = plan.partial_rollout_steps > 0, plan.success
+    keeps, counts = plan.partial_rollout_steps > 0, plan.is_informative
     if keeps and not plan.dynamic_sampling:
-        expected_rate, success = 1.0, lambda group: np.array([True, False])
-    graded = Graded(cursor, success, prior_rate=expected_rate, prior_groups=plan.num_prompts / 4)
+        expected_rate, counts = 1.0, lambda group: True
+    graded = Graded(cursor, counts, prior_rate=expected_rate, prior_groups=plan.num_prompts / 4)
     how = {"group_size": plan.group_size, "keeps": keeps}
     step = (AnyOrder if keeps else InOrder)(session, graded, cursor, plan, partial)
     ended, under_way = [], set(session.unfinished)

@@ -133,8 +133,9 @@ def load(prompt: str | None, *, n: int) -> tuple[Policy, Callable, Environments 
     if config.model.path:
         r.max_prompt_tokens = 0
 
-    def fit(tokenizer: Tokenizer, _) -> None:
+    def fit(config: ConfigDict, tokenizer: Tokenizer, _) -> None:
         """Makes room for the prompt, or a typed one, and for responses behind it."""
+        r = config.rollout
         if config.model.path:
             most = r.max_prompt_tokens
             tokens = min(TALK_TOKENS, most if r.max_response_tokens else most // 2)
@@ -149,7 +150,7 @@ def load(prompt: str | None, *, n: int) -> tuple[Policy, Callable, Environments 
     may_differ = ("tokenizer.chat", "tokenizer.date")  # chat_args among them
     run = policy.open_policy(config, workdir, fit, step=given.step, may_differ=may_differ)
     where = f"{workdir} after {run.step} steps" if workdir else given.model
-    asks = f"--template={template!r}, chat {config.tokenizer.chat}"
+    asks = f"--template={template!r}, chat {run.config.tokenizer.chat}"
     print(f"{where}, {asks}", file=sys.stderr)
     environments = factory and Environments({KEY: factory}, run.tokenizer, max_turns=r.max_turns)
     return run, asked, environments

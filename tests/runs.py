@@ -37,4 +37,4 @@ def contents(folder: pathlib.Path) -> dict[str, bytes]:
 
 
 def saved_steps(folder: pathlib.Path) -> list[int]:
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
+    return sorted(int(path.name) for path in folder.glob("*") if path.name.isdigit())

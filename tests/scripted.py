@@ -131,7 +131,7 @@ class ScriptedSession:
         self.calls.append(("step", *useful_B.tolist(), *(cursor for _, cursor in finished)))
         steps = int(useful_B.max())
         columns = (stream_B, *[useful_B] * 3)
-        self.blocks.append(BlockRecord(0.0, 0.0, steps, *columns, plan.waiting, plan.cache_use))
+        self.blocks.append(BlockRecord(steps, *columns, plan.waiting, plan.cache_use))
         return [self._group(*name) for name in finished]
 
     def _group(self, stream: int, cursor: int) -> Group:

@@ -5,31 +5,28 @@ what kind of bucket it is; it warns, and takes it for a flat one, so hierarchica
 and batches of deletions (gcsfs sends them one by one). The libraries' own retries wait for a second
 or more, for which these tests take their time.
 """
+# ruff: noqa: F401, F811  the fixture `bucket` is an argument too
 
 import json
 import re
 import signal
 
-import fsspec
-import gcsfs
 import jax
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from bucket import Fault, served
-from etils.epath import backend
+from bucket import Fault, bucket, flip, folders
 from processes import ROOT, ran, started
-from test_checkpoint import abstract, assert_bitwise_equal, fail, state_at
-from test_hf import UNTIED, assert_same, random_params
+from states import assert_bitwise_equal, assert_restored, progress_at, restored, saved, state_at
 
-from dapo_jax.checkpoints.store import Checkpoints
 from dapo_jax.cli import failures
 from dapo_jax.tasks.math_problems import MathProblems
 from dapo_jax.tasks.tokenizer import load_tokenizer
 from models import load_hf, save_hf
+from models.hf_config import load_config
 from models.transformer import split
 
-# As in tests/test_checkpoint.py: Orbax abandons its other writes when one is denied.
+# Orbax abandons its other writes when one is denied.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 TRAIN = [
@@ -57,59 +54,10 @@ print("ends with", int(state["a"][12345]), int(state["b"][3]))
 """
 
 
-@pytest.fixture(scope="module")
-def bucket():
-    """A bucket that this process and those started from it reach as they do a real one."""
-    with served() as bucket, pytest.MonkeyPatch.context() as patch:
-        for name, value in bucket.env.items():
-            patch.setenv(name, value)
-        # Other tests have a file system in memory in its place.
-        fsspec.register_implementation("gcs", gcsfs.GCSFileSystem, clobber=True)
-        _forget()
-        yield bucket
-    _forget()
-
-
-def _forget():
-    backend.fsspec_backend._get_filesystem.cache_clear()
-    gcsfs.GCSFileSystem.clear_instance_cache()
-
-
 @pytest.fixture
 def place(bucket, request):
     """The name of a folder in the bucket, this test's own."""
     return request.node.name.replace("[", "-").replace("]", "")
-
-
-def saved(url, *steps, keep=2):
-    """Saves these steps, and returns the open checkpoints."""
-    checkpoints = Checkpoints(url, keep=keep)
-    for step in steps:
-        assert checkpoints.save(step, state_at(step), {"cursor": step})
-    return checkpoints
-
-
-def restored(url, report=fail):
-    """(step, state, progress) of the newest checkpoint, as a new process finds it."""
-    return Checkpoints(url, keep=2).restore_latest(abstract(state_at(0)), report=report)
-
-
-def assert_restored(found, step):
-    assert (found[0], found[2]) == (step, {"cursor": step})
-    assert_bitwise_equal(found[1], state_at(step))
-
-
-def folders(bucket, place):
-    """Lists a run's folder of checkpoints."""
-    return {name.removeprefix(f"{place}/").split("/")[0] for name in bucket.names(f"{place}/")}
-
-
-def flip(bucket, prefix):
-    """Flips a bit in the middle of the largest object whose name begins so."""
-    name = max(bucket.names(prefix), key=lambda name: len(bucket.read(name)))
-    content = bytearray(bucket.read(name))
-    content[len(content) // 2] ^= 1
-    bucket.write(name, bytes(content))
 
 
 def complete_steps(bucket, place):
@@ -125,7 +73,7 @@ def complete_steps(bucket, place):
 def test_what_fails_now_and_then_is_asked_again_and_nothing_is_lost(bucket, place):
     """The libraries' own retries do it: gcsfs's, TensorStore's and google-cloud-storage's."""
     url = f"{bucket.url}/{place}"
-    checkpoints = saved(url, 1, 2)
+    checkpoints = saved(url, 1, 2, keep=2)
     faults = (
         Fault("POST /upload.*manifest/metadata", times=1, status=503),
         Fault("POST /upload.*ocdbt", times=1, status=429),
@@ -133,7 +81,7 @@ def test_what_fails_now_and_then_is_asked_again_and_nothing_is_lost(bucket, plac
         Fault("DELETE .*/1/", every=3, times=1, lost="request"),
     )
     with bucket.failing(*faults):
-        assert checkpoints.save(3, state_at(3), {"cursor": 3})
+        assert checkpoints.save(3, state_at(3), progress_at(3))
     assert [fault.met for fault in faults] == [1] * len(faults)
     assert complete_steps(bucket, place) == [2, 3]
     faults = (
@@ -244,13 +192,14 @@ def test_a_run_killed_while_it_saves_ends_bitwise_as_one_that_is_not(bucket, pla
 def test_a_model_and_a_tokenizer_are_read_from_a_bucket(bucket, place):
     for file in MODEL.iterdir():
         bucket.write(f"{place}/{file.name}", file.read_bytes())
-    model, params = f"{bucket.url}/{place}", random_params(UNTIED)
-    assert_same(split(load_hf(model))[1], split(load_hf(MODEL))[1])
+    model = f"{bucket.url}/{place}"
+    config, params = load_config(MODEL), split(load_hf(MODEL))[1]
+    assert_bitwise_equal(split(load_hf(model))[1], params)
     theirs, ours = (load_tokenizer(path, stop_tokens=None, chat="none") for path in (model, MODEL))
     assert theirs.encode("What is 7 * 8?") == ours.encode("What is 7 * 8?")
-    save_hf(params, UNTIED, f"{model}/saved", max_shard_bytes=10_000)
+    save_hf(params, config, f"{model}/saved", max_shard_bytes=300_000)
     assert len([name for name in bucket.names(f"{place}/saved/") if "safetensors" in name]) > 3
-    assert_same(split(load_hf(f"{model}/saved"))[1], params)
+    assert_bitwise_equal(split(load_hf(f"{model}/saved"))[1], params)
 
 
 def test_data_is_read_from_a_bucket(bucket, place, tmp_path):

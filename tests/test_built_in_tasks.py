@@ -9,10 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from processes import ROOT
-from test_tasks import made
+from small_config import task_of
 
-from configs import base
-from dapo_jax.tasks.base import grade_many, load_examples, make_task
+from dapo_jax.tasks.base import grade_many, load_examples
 from dapo_jax.tasks.readers import DataError
 from dapo_jax.types import Example
 from experiments.tasks.countdown import Countdown
@@ -81,7 +80,7 @@ SCHEMAS = {
 def test_published_choices(tmp_path, row, fields, args):
     path = tmp_path / "d.parquet"
     pq.write_table(pa.Table.from_pylist([row]), path)
-    task = made(task="multiple_choice", path=str(path), **fields, args=args)
+    task = task_of(task="multiple_choice", path=str(path), **fields, args=args)
     ((loaded,), _) = load_examples(task, "")
     assert loaded.answer == "C" and "\nC) Oslo" in loaded.text and "Answer: X" in loaded.text
     assert task.grade("Answer: C", loaded).correct
@@ -150,7 +149,7 @@ def test_the_reward_grades_answer_and_form(rules, response, score, correct):
 @pytest.mark.skipif(HAS_REASONING_GYM, reason="reasoning-gym is there")
 def test_without_the_package_the_error_says_so():
     with pytest.raises(DataError, match="No module named 'reasoning_gym'"):
-        made(task="reasoning_gym", count=3, args={"name": "chain_sum"}).load()
+        task_of(task="reasoning_gym", count=3, args={"name": "chain_sum"}).load()
 
 
 # The guide
@@ -167,12 +166,8 @@ def test_the_guide_s_task_of_40_lines_works_as_it_is_written(tmp_path, monkeypat
     (key,) = set(re.findall(r"--config\.eval\.sets\.(estimates)\.", blocks["sh"]))
     assert f"--config.eval.sets.{key}.task=estimates:Estimates" in blocks["sh"]
 
-    config = base.get_config()
-    config.data.on_bad_row = "skip"
-    config.data.train = base.dataset(
-        task="estimates:Estimates", path=str(tmp_path / "estimates.csv"), args={"near": 0.1}
-    )
-    task = make_task("data.train", base.mixture_settings(config)["data.train"])
+    source = {"task": "estimates:Estimates", "path": str(tmp_path / "estimates.csv")}
+    task = task_of(on_bad_row="skip", **source, args={"near": 0.1})
     examples, report = load_examples(task, "")
     assert (report.kept, report.bad_rows) == (3, 1) and task.near == 0.1
     assert "value is 0.0, but must be above 0" in report.bad_row_notes[0]

@@ -8,7 +8,7 @@ import pytest
 from processes import ran
 from scipy.special import stdtrit
 
-from dapo_jax.evaluate import share_interval
+from dapo_jax.evaluation import share_interval
 from dapo_jax.report import evaluations
 from dapo_jax.report.statistics import Interval, paired_interval, paired_share_interval
 

@@ -13,6 +13,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from byte_tokenizers import CHATML, bpe, load
 from engines import (
     FEW,
     ROOMY,
@@ -28,8 +29,7 @@ from ext_tasks.retry import Retry
 from processes import ROOT, ran
 from quick import random_params
 from runs import SCHEDULE, rows_without_timings
-from test_tokenizer import CHATML, bpe, load
-from test_train import programs_compiled_once, small_config  # noqa: F401  a fixture
+from shared_programs import programs_compiled_once, small_config  # noqa: F401  a fixture
 from transformers import AutoTokenizer
 
 from dapo_jax import train
@@ -593,18 +593,14 @@ class Slow(Retry):
 
 
 def run(workdir, num_steps):
-    config = small_config()
-    settings = {
+    keys = {
         "num_steps": num_steps,
-        "rollout.max_response_tokens": 96,
-        "learner.row_tokens": 512,
+        **{"rollout.max_response_tokens": 96, "learner.row_tokens": 512},
         "data.train.environment": "tests.test_episodes:Slow",
         "eval.sets.arithmetic.environment": "tests.test_episodes:Retry",
-        "eval.every_steps": 1,
-        "checkpoint.every_steps": 1,
+        **{"eval.every_steps": 1, "checkpoint.every_steps": 1},
     }
-    config.update_from_flattened_dict(settings)
-    train.train(config, workdir)
+    train.train(small_config(**keys), workdir)
     rows = rows_without_timings(workdir)
     return [{k: v for k, v in row.items() if not k.startswith(SCHEDULE)} for row in rows]
 
@@ -643,16 +639,15 @@ def test_sample_prints_an_episode_turn_by_turn(tmp_path):
 
 
 def test_a_changed_environment_is_another_run():
-    config = small_config()
-    config.data.train.environment = "tests.test_episodes:Slow"
+    config = small_config(**{"data.train.environment": "tests.test_episodes:Slow"})
     found = fingerprint.of_code(config)["data.train.environment"]
     code = pathlib.Path(__file__).read_bytes()
     assert found == {"tests.test_episodes": hashlib.sha256(code).hexdigest()[:32]}
 
 
 def test_episodes_do_not_go_on_in_the_next_step_yet():
-    config = small_config()
-    config.data.train.environment, config.rollout.partial_rollout_steps = "tests.x:Y", 1
+    keys = {"data.train.environment": "tests.x:Y", "rollout.partial_rollout_steps": 1}
+    config = small_config(**keys)
     with pytest.raises(ValueError, match="partial_rollout_steps = 1, but episodes end in the step"):
         checks.check(config)
 

@@ -9,6 +9,7 @@ from processes import ran
 
 from configs import base, tiny
 from dapo_jax import evaluate, sample
+from dapo_jax.evaluation import settings_of
 from dapo_jax.logs import record
 from dapo_jax.setup import checks, components, policy
 from dapo_jax.tasks.readers import templated
@@ -78,15 +79,6 @@ def test_a_set_is_named_with_task_and_path(text, settings):
     assert evaluate.named_set(text) == (text.partition(":")[0], settings)
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "name", "name:math", ":math:path", "a:nosuch:b.jsonl", "a:nosuch:gs://bucket/b.jsonl"],
-)
-def test_a_set_that_cannot_be_read_is_refused_with_an_example(text):
-    with pytest.raises(ValueError, match="must be NAME:TASK:PATH, for instance"):
-        evaluate.named_set(text)
-
-
 def test_the_example_reads_a_published_file(tmp_path):
     """MATH-500 and AI-MO's AIME have their fields under these names."""
     path = tmp_path / "aime24.jsonl"
@@ -104,7 +96,7 @@ def test_another_model_or_tokenizer_has_files_of_its_own():
     config, labels = tiny.get_config(), set()
     for changes in ({}, {"model.path": "another"}, {"tokenizer.chat": "template"}):
         config.update_from_flattened_dict(changes)
-        (settings,) = evaluate.settings_of(config, of_model=True).values()
+        (settings,) = settings_of(config, of_model=True).values()
         labels.add(record.settings_label(settings))
     assert len(labels) == 3
 

@@ -16,8 +16,8 @@ import subprocess
 
 import pytest
 from conftest import FULL, cases
+from disturbed import has, refused, rows_of, training
 from processes import small_files, started, wait_for
-from runs import rows_without_timings
 from small_config import get_config
 
 from dapo_jax.checkpoints import fingerprint
@@ -26,7 +26,7 @@ from dapo_jax.logs.files import LOCK, append_line, atomic_file, begin_rows, lock
 
 pytestmark = pytest.mark.faults
 ROWS = [{"step": step, "reward/mean": step / 3, "entropy": 0.1 * step} for step in range(40)]
-STEPS = 3
+STEPS = "num_steps=3"
 HOLD = """
 import os, pathlib, socket, sys, time
 from dapo_jax.logs.files import append_line, atomic_file, locked
@@ -111,28 +111,23 @@ def test_rows_that_are_newer_than_the_checkpoint_are_kept_in_copies(seed, tmp_pa
             append_line(file, row)
 
 
+@contextlib.contextmanager
 def holding(folder: pathlib.Path):
-    """Starts a process that has the lock, and is in the middle of a file, or is refused."""
-    return started(["-c", HOLD, str(folder)])
-
-
-@pytest.mark.parametrize("stopped", [False, True])
-def test_a_second_run_is_refused_and_touches_nothing(stopped, tmp_path):
-    """Also while the first one is stopped."""
-    with holding(tmp_path) as (process,):
+    """Starts a process that has the lock, and is in the middle of a file."""
+    with started(["-c", HOLD, str(folder)]) as (process,):
         assert process.stdout.readline() == "held\n"
-        if stopped:
-            process.send_signal(signal.SIGSTOP)
-        files = set(tmp_path.rglob("*"))
-        with pytest.raises(ValueError, match=rf"process {process.pid} on .*{LOCK}"):
-            locked(tmp_path).__enter__()
-        assert files == set(tmp_path.rglob("*"))
+        yield process
 
 
-def test_the_lock_of_a_killed_run_is_free_and_its_half_files_are_replaced(tmp_path):
-    with holding(tmp_path) as (process,):
-        assert process.stdout.readline() == "held\n"
-        process.kill()
+def test_a_second_run_is_refused_and_touches_nothing_and_a_killed_ones_lock_is_free(tmp_path):
+    """Also while the first one is stopped. Its half file is replaced."""
+    with holding(tmp_path) as process:
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            files = set(tmp_path.rglob("*"))
+            with pytest.raises(ValueError, match=rf"process {process.pid} on .*{LOCK}"):
+                locked(tmp_path).__enter__()
+            assert files == set(tmp_path.rglob("*"))
+            process.send_signal(number)
         process.wait()
     assert len([*tmp_path.glob("eval/*.tmp")]) == 1
     with locked(tmp_path), atomic_file(tmp_path / "eval" / "3.json") as file:
@@ -143,7 +138,8 @@ def test_the_lock_of_a_killed_run_is_free_and_its_half_files_are_replaced(tmp_pa
 @pytest.mark.parametrize("count", [3] if not FULL else [2, 3, 4])
 def test_of_several_starts_at_once_one_has_the_lock(count, tmp_path):
     with contextlib.ExitStack() as stack:
-        processes = [stack.enter_context(holding(tmp_path))[0] for _ in range(count)]
+        how = ["-c", HOLD, str(tmp_path)]
+        processes = [stack.enter_context(started(how))[0] for _ in range(count)]
         wait_for(lambda: sum(process.poll() is None for process in processes) == 1)
         for process in processes:
             if process.poll() is not None:
@@ -153,39 +149,9 @@ def test_of_several_starts_at_once_one_has_the_lock(count, tmp_path):
 # Real commands.
 
 
-def train(workdir: pathlib.Path):
-    """Starts a run of a few steps with a checkpoint after each."""
-    command = ["-m", "dapo_jax.train", "--config=tests/small_config.py", f"--workdir={workdir}"]
-    command += [f"--config.num_steps={STEPS}", "--config.checkpoint.every_steps=1"]
-    return started(command, more={"JAX_PLATFORMS": "cpu"})
-
-
-def rows_of(workdir: pathlib.Path) -> list[dict]:
-    """Gives the command (again) until it is done: its rows, without timings."""
-    with train(workdir) as (process,):
-        output, _ = process.communicate()
-    assert process.returncode == 0, output
-    return rows_without_timings(workdir)
-
-
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory) -> list[dict]:
-    return rows_of(tmp_path_factory.mktemp("undisturbed") / "run")
-
-
-def refused(process, code: str) -> None:
-    """Waits for the end of a run, which is to be one line with the system's name of an error."""
-    output, _ = process.communicate()
-    (line,) = [line for line in output.splitlines() if line.startswith("error: ")]
-    assert code in line and process.returncode == 1, output
-    assert "Traceback" not in output and "Exception ignored" not in output, output
-
-
-def has_row(workdir: pathlib.Path, step: int, process):
-    file = workdir / "metrics.jsonl"
-    return lambda: (
-        process.poll() is not None or (file.exists() and file.read_bytes().count(b"\n") > step)
-    )
+    return rows_of(tmp_path_factory.mktemp("undisturbed") / "run", STEPS)
 
 
 @contextlib.contextmanager
@@ -216,18 +182,18 @@ def test_a_full_and_then_read_only_disk_ends_a_run_in_one_line(
     """Full at some point of the run, which needs 38 MiB; read-only where it is resumed."""
     record_property("faults", 2)
     workdir = tmp_path / "disk" / "run"
+    rows = workdir / "metrics.jsonl"
     with disk(tmp_path / "disk", 2 ** random.Random(seed).uniform(-6, 5)) as remount:
-        with train(workdir) as (process,):
+        with training(workdir, STEPS) as process:
             refused(process, "(ENOSPC")
         remount("size=256m")
-        with train(workdir) as (process,):
-            wait_for(has_row(workdir, seed % (STEPS - 1), process))
-            process.kill()
+        with training(workdir, STEPS) as process:
+            has(lambda: rows.exists() and rows.read_bytes().count(b"\n") > seed % 2, process)
         remount("ro")
-        with train(workdir) as (process,):
+        with training(workdir, STEPS) as process:
             refused(process, "(EROFS)")
         remount("rw")
-        assert rows_of(workdir) == expected
+        assert rows_of(workdir, STEPS) == expected
 
 
 @pytest.mark.slow
@@ -240,13 +206,13 @@ def test_a_failed_write_and_then_a_moved_folder_end_a_run_in_one_line(
     workdir, limit = tmp_path / "run", int(2 ** random.Random(seed).uniform(9, 18))
     with contextlib.ExitStack() as stack:
         with small_files(limit):
-            (process,) = stack.enter_context(train(workdir))
+            process = stack.enter_context(training(workdir, STEPS))
         refused(process, "(EFBIG")
     moved = workdir / "checkpoints" if seed % 2 == 0 else workdir
-    with train(workdir) as (process,):
-        wait_for((workdir / "checkpoints" / "1").is_dir)
+    with training(workdir, STEPS) as process:
+        has((workdir / "checkpoints" / "1").is_dir, process)
         moved.rename(tmp_path / "moved")
         refused(process, "(ENOENT)")
     shutil.rmtree(moved, ignore_errors=True)
     (tmp_path / "moved").rename(moved)
-    assert rows_of(workdir) == expected
+    assert rows_of(workdir, STEPS) == expected

@@ -9,7 +9,7 @@ import shutil
 
 import pytest
 from runs import contents
-from small_config import get_config
+from small_config import small
 
 from configs import base
 from dapo_jax import train
@@ -36,9 +36,8 @@ def row_of(i: int) -> dict:
 
 def config_of(folder: pathlib.Path):
     """Makes the config of the run in a folder."""
-    config = get_config()
-    config.num_steps, config.checkpoint.every_steps, config.eval.every_steps = 5, 1, 0
-    config.model.path = str(folder / "model")
+    steps = {"num_steps": 5, "checkpoint.every_steps": 1, "eval.every_steps": 0}
+    config = small(**steps, **{"model.path": str(folder / "model")})
     config.data.train = base.dataset(path=str(folder / "train.jsonl"))
     return config
 
@@ -56,14 +55,13 @@ def place(tmp_path_factory) -> pathlib.Path:
 @pytest.fixture(scope="module")
 def original(place) -> pathlib.Path:
     """A run's inputs, and what it leaves after some steps."""
-    shutil.copytree(get_config().model.path, place / "model")
+    shutil.copytree(small().model.path, place / "model")
     write_data(place, map(row_of, range(ROWS)))
     config, workdir = config_of(place), place / "run"
     words = components.tokenizer(config)
     checkpoints = Checkpoints(workdir / "checkpoints", keep=2)
-    checkpoints.fingerprint = fingerprint.of_run(
-        config, components.load_data(config, words, training=True)
-    )
+    data = components.load_data(config, words, training=True)
+    checkpoints.fingerprint = fingerprint.of_run(config, data)
     state = components.programs(config, words.vocab_size).start_state()
     progress = {"cursor": 0, "sampled_tokens_total": 0, "row": {"step": DONE - 1}}
     checkpoints.save(DONE, state, progress)

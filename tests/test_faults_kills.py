@@ -8,13 +8,13 @@ import itertools
 import json
 import pathlib
 import random
-import signal
 import time
 
 import pytest
 import runs
 from conftest import FULL, cases
-from processes import started, wait_for
+from disturbed import killed, rows_of, training
+from processes import ran, started
 
 from dapo_jax.logs.files import read_rows
 from dapo_jax.logs.metrics import untimed
@@ -22,41 +22,12 @@ from dapo_jax.logs.metrics import untimed
 pytestmark = pytest.mark.faults
 STEPS = 12
 KILLS = 10 if FULL else 2  # of a test of real runs
-TRAIN = (
-    *("-m", "dapo_jax.train", "--config=tests/small_config.py"),
-    *(f"--config.num_steps={STEPS}", "--config.checkpoint.every_steps=1"),
-    *("--config.checkpoint.keep=2", "--config.eval.every_steps=0"),
-)
-
-
-def names(folder: pathlib.Path) -> set[str]:
-    """Lists what is in a folder, half-written checkpoints too."""
-    return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-
-
-def status(arguments, log: pathlib.Path, *, kill=lambda process: None) -> int:
-    """Gives a command and returns its status. kill: returns when the process has to die."""
-    with log.open("a") as output, started([*arguments], outputs=[output]) as (process,):
-        if kill(process):
-            process.kill()
-        return process.wait()
-
-
-def after_a_save_begins(checkpoints: pathlib.Path, seconds: float):
-    """Makes a `kill` for so long after a process begins to save."""
-    before = names(checkpoints)
-
-    def kill(process) -> bool:
-        wait_for(lambda: process.poll() is not None or not names(checkpoints) <= before)
-        time.sleep(seconds)
-        return True
-
-    return kill
+FLAG = f"num_steps={STEPS}"
 
 
 def contents(workdir: pathlib.Path) -> list:
-    """Reads all of a run that no clock decides; of the state the digests."""
-    rows = runs.rows_without_timings(workdir)
+    """Gives the command until it is done; all that no clock decides, of the state the digests."""
+    rows = rows_of(workdir, FLAG)
     newest = workdir / "checkpoints" / str(STEPS)
     progress = json.loads((newest / "progress" / "metadata").read_text())
     progress["row"] = untimed(progress["row"])
@@ -68,11 +39,9 @@ def contents(workdir: pathlib.Path) -> list:
 def whole(tmp_path_factory):
     """A run that nobody kills: (its contents, seconds of its start, seconds of a step)."""
     workdir, began = tmp_path_factory.mktemp("whole"), time.monotonic()
-    log = workdir.with_suffix(".log")
-    assert status([*TRAIN, f"--workdir={workdir}"], log) == 0, log.read_text()[-2_000:]
-    rows = read_rows(workdir / "metrics.jsonl")
-    stepping = sum(row["seconds/total"] for row in rows)
-    return contents(workdir), time.monotonic() - began - stepping, stepping / STEPS
+    found, seconds = contents(workdir), time.monotonic() - began
+    stepping = sum(row["seconds/total"] for row in read_rows(workdir / "metrics.jsonl"))
+    return found, seconds - stepping, stepping / STEPS
 
 
 @pytest.mark.slow
@@ -85,19 +54,16 @@ def test_a_killed_run_that_is_given_again_is_bitwise_that_of_no_kill(
     expected, start_seconds, step_seconds = whole
     moments, left = random.Random(seed), KILLS
     for number in itertools.count():  # a run may be done before all kills have come
-        workdir, log = tmp_path / str(number), tmp_path / f"{number}.log"
-        command = [*TRAIN, f"--workdir={workdir}"]
+        workdir = tmp_path / str(number)
         while left:
-            if moments.random() < 0.25:
-                seconds = moments.uniform(0, start_seconds)
-                kill = lambda process, seconds=seconds: time.sleep(seconds) or True  # noqa: E731
-            else:
+            how = {"seconds": moments.uniform(0, start_seconds)}
+            if moments.random() > 0.25:
                 seconds = moments.uniform(0, 2 * step_seconds)
-                kill = after_a_save_begins(workdir / "checkpoints", seconds)
-            if status(command, log, kill=kill) != -signal.SIGKILL:
-                break
+                how = {"seconds": seconds, "saving": workdir / "checkpoints"}
+            with training(workdir, FLAG) as process:
+                if not killed(process, **how):
+                    break
             left -= 1
-        assert status(command, log) == 0, log.read_text()[-2_000:]
         assert contents(workdir) == expected
         if not left:
             return
@@ -127,11 +93,11 @@ print(int(state["a"][12345]), cursor)
 
 @pytest.mark.parametrize("seed", cases(1, 10))
 def test_a_program_that_only_saves_goes_on_after_a_kill(seed, tmp_path):
-    log, command = tmp_path / "log", ["-c", SNAPSHOTS, str(tmp_path / "saved")]
-    kill = after_a_save_begins(tmp_path / "saved", random.Random(seed).uniform(0, 0.3))
-    assert status(command, log, kill=kill) == -signal.SIGKILL
-    assert status(command, log) == 0, log.read_text()[-2_000:]
+    saved, seconds = tmp_path / "saved", random.Random(seed).uniform(0, 0.3)
+    with started(["-c", SNAPSHOTS, str(saved)]) as (process,):
+        assert killed(process, seconds=seconds, saving=saved)
     a = 12345
     for step in range(30):
         a = (a * 1664525 + step) % 2**32
-    assert log.read_text().splitlines()[-1] == f"{a} {sum(range(30))}"
+    said = ran("-c", SNAPSHOTS, saved).stdout.splitlines()
+    assert said[-1] == f"{a} {sum(range(30))}"

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from conftest import FULL, cases
 from safetensors.numpy import load_file, save_file
-from small_config import get_config
+from small_config import small
 
 from configs import base
 from dapo_jax import learner, train
@@ -62,7 +62,6 @@ class Scored(Arithmetic):
     score: float = 0.0
 
     def grade_many(self, responses, example):
-        """Grades all responses to an example."""
         verdicts = super().grade_many(responses, example)
         return [v._replace(score=self.score if v.correct else -1.0) for v in verdicts]
 
@@ -71,12 +70,8 @@ class Scored(Arithmetic):
 def config(monkeypatch):
     """The small config: three steps, nothing evaluated."""
     monkeypatch.setattr(cache, "PARTS", ((1, 1),))  # one program for decoding
-    config = get_config()
-    config.num_steps = 3
-    config.eval.every_steps = 0
-    config.checkpoint.every_steps, config.checkpoint.keep = 1, 9
-    config.log.samples_every_steps = config.log.rollouts_every_steps = 0
-    return config
+    never = {"eval.every_steps": 0, "log.samples_every_steps": 0, "log.rollouts_every_steps": 0}
+    return small(num_steps=3, **never, **{"checkpoint.every_steps": 1, "checkpoint.keep": 9})
 
 
 def programs(config) -> components.Programs:
@@ -130,37 +125,27 @@ def test_a_setting_that_float32_cannot_hold_is_refused(name, value, config, tmp_
     assert_refused(config, tmp_path, name)
 
 
-def assert_not_wrong_in_silence(config, workdir: pathlib.Path, printed) -> None:
-    """Lets a run end as it likes: refused, stopped, with alarms, or learning; and saves are finite.
-
-    printed: returns what it has said.
-    """
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", (*ABSURD, *SCORES) if FULL else ABSURD[:1], ids=str)
+def test_absurd_settings_and_scores_are_not_wrong_in_silence(settings, config, tmp_path, capsys):
+    """A run may end as it likes: refused, stopped, with alarms, or learning; saves are finite."""
+    if isinstance(settings, float):
+        args = {"score": settings}
+        config.data.train = base.dataset(task=f"{__name__}:Scored", count=200, args=args)
+    else:
+        config.update_from_flattened_dict(settings)
     try:
-        train.train(config, workdir)
+        train.train(config, tmp_path)
     except SystemExit as end:
         assert isinstance(end.code, str)
     except (ValueError, OSError) as error:
         assert failures.raised_by_us(error)
     else:
-        row = read_rows(workdir / "metrics.jsonl")[-1]
+        row = read_rows(tmp_path / "metrics.jsonl")[-1]
         is_healthy = row["accuracy/mean"] > 0 and not row.get("alarms")
-        assert is_healthy or "alarm at step" in printed()
-    checkpoints = Checkpoints(workdir / "checkpoints", keep=None)
+        assert is_healthy or "alarm at step" in capsys.readouterr().out
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=None)
     for step in range(1, (checkpoints.latest_step() or 0) + 1):
         state, _ = checkpoints.restore(step, programs(config).state)
         assert all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(state))
     checkpoints.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("settings", ABSURD if FULL else ABSURD[:1], ids=str)
-def test_absurd_settings_are_not_wrong_in_silence(settings, config, tmp_path, capsys):
-    config.update_from_flattened_dict(settings)
-    assert_not_wrong_in_silence(config, tmp_path, lambda: capsys.readouterr().out)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("score", SCORES if FULL else ())
-def test_scores_that_are_not_finite_are_not_wrong_in_silence(score, config, tmp_path, capsys):
-    config.data.train = base.dataset(task=f"{__name__}:Scored", count=200, args={"score": score})
-    assert_not_wrong_in_silence(config, tmp_path, lambda: capsys.readouterr().out)

@@ -21,6 +21,7 @@ import pytest
 import saved_steps
 from conftest import FULL
 from processes import started, wait_for
+from runs import saved_steps as steps_in
 
 from sharding import hosts
 
@@ -112,13 +113,6 @@ def running(case: Case, folder: pathlib.Path, phase: str):
         yield stack.enter_context(started(command, **how)), logs, ours
 
 
-def saved_at(folder: pathlib.Path) -> set[int]:
-    saved = folder / "saved"
-    return (
-        {int(it.name) for it in saved.iterdir() if it.name.isdigit()} if saved.is_dir() else set()
-    )
-
-
 def injected(case: Case, group, terminal: int | None) -> None:
     """Does to the victims what the case says, and waits until all have ended in time."""
     victims = group if case.victim < 0 else [group[case.victim]]
@@ -155,7 +149,7 @@ def test_processes_end_alike_and_the_same_command_goes_on(case, tmp_path):
                 return saved_steps.READY in "".join(heard) + log.read_text()
 
             wait_for(is_ready, seconds=START_SECONDS)
-        before = saved_at(tmp_path)
+        before = {*steps_in(tmp_path / "saved")}
         injected(case, group, terminal)
         ends = [process.returncode for process in group]
         assert all(end in may for end, may in zip(ends, case.statuses, strict=True)), ends
@@ -164,7 +158,7 @@ def test_processes_end_alike_and_the_same_command_goes_on(case, tmp_path):
             output = log.read_text()
             assert len(re.findall(line, output)) == 1 and "Traceback" not in output, output
 
-    after = saved_at(tmp_path)
+    after = {*steps_in(tmp_path / "saved")}
     assert before <= after
     if case.what in (*STOPS, "terminal closed") and case.phase != "starting":
         assert saved_steps.STEP + (case.phase == "saving") in after  # the newest snapshot

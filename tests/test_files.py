@@ -15,10 +15,10 @@ from google.auth.exceptions import DefaultCredentialsError
 from processes import ROOT, ran
 
 from configs import tiny
-from dapo_jax import evaluate
 from dapo_jax.checkpoints import fingerprint
 from dapo_jax.cli import failures
 from dapo_jax.convert import convert
+from dapo_jax.evaluation import settings_of
 from dapo_jax.logs import provenance, record
 from dapo_jax.report.runs import load_run, totals
 from dapo_jax.setup import components, policy
@@ -159,7 +159,7 @@ def test_an_evaluation_overwrites_neither_trainings_nor_anothers(tmp_path):
         config = tiny.get_config()
         config.eval.update(temperature=0.6, top_p=0.95, **changes)
         scores = {"arithmetic": {"mean@8": 0.5}}
-        return record.write_own_results(tmp_path, 60, scores, evaluate.settings_of(config))
+        return record.write_own_results(tmp_path, 60, scores, settings_of(config))
 
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
     trainings = {"step": 60, "sets": {"arithmetic": {"mean@8": 0.25}}}

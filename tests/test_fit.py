@@ -38,6 +38,7 @@ def test_a_directory_and_data_are_enough_to_train(tmp_path):
     config.model.path = MODEL
     config.data.train = base.dataset(kind="arithmetic", count=100)
     run = start.plan_training(config, tmp_path, None)
+    config = run.config
     r, of = config.rollout, dict(base.leaves(config))
     names = ("model.family", "model.compute_dtype", "tokenizer.chat")
     assert [of[name] for name in names] == ["qwen2", "float32", "none"]
@@ -138,6 +139,6 @@ def test_preflight_plans_what_training_would_though_it_reads_no_data():
     config, devices = any_model.get_config(), jax.devices()
     config.model.path = MODEL
     run = examine.planned(config, devices, 2**34)
-    r = config.rollout
+    r = run.config.rollout
     assert (r.max_prompt_tokens, r.max_response_tokens, r.generation_prompts) == (2048, 4096, 128)
     assert run.programs.engine.cache.slots > 0

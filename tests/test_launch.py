@@ -23,17 +23,10 @@ LAUNCH = pathlib.Path(__file__).resolve().parent.parent / "experiments" / "launc
 SCRIPTS = sorted(LAUNCH.glob("*.sh"))
 
 SETTINGS = {
-    "PROJECT": "my-project",
-    "ZONE": "us-east5-b",
-    "BUCKET": "my-bucket",
-    "NAME": "dapo",
-    "ACCELERATOR": "v6e-16",
-    "RUN": "first",
-    "CONFIG": "configs/qwen2_5_32b.py",
-    "MODEL": "/models/Qwen2.5-7B",
-    "DATA": "(/data/train.parquet)",
+    **{"PROJECT": "my-project", "ZONE": "us-east5-b", "BUCKET": "my-bucket", "NAME": "dapo"},
+    **{"ACCELERATOR": "v6e-16", "RUN": "first", "CONFIG": "configs/qwen2_5_32b.py"},
+    **{"MODEL": "/models/Qwen2.5-7B", "DATA": "(/data/train.parquet)", "TOPOLOGY": "4x4"},
     "EXTRA": "(--config.seed=1 --config.note='two words, a \"quote\"')",
-    "TOPOLOGY": "4x4",
     "IMAGE": "us-east5-docker.pkg.dev/my-project/dapo/dapo:first",
 }
 
@@ -45,10 +38,8 @@ def clean_environment(**more):
 
 
 def launch(script, *arguments, tmp_path, environment=None, **changes):
-    lines = [
-        f"{key}={value}" for key, value in {**SETTINGS, **changes}.items() if value is not None
-    ]
-    (tmp_path / "launch.env").write_text("\n".join(lines))
+    settings = {k: v for k, v in {**SETTINGS, **changes}.items() if v is not None}
+    (tmp_path / "launch.env").write_text("\n".join(f"{k}={v}" for k, v in settings.items()))
     return subprocess.run(
         [str(LAUNCH / script), f"--settings={tmp_path}/launch.env", *arguments],
         env=clean_environment(TMPDIR=str(tmp_path), **(environment or {})),
@@ -59,15 +50,12 @@ def launch(script, *arguments, tmp_path, environment=None, **changes):
 
 def dry_run(script, command, tmp_path, **changes):
     """The commands that a dry run prints, as lists of words. There is no gcloud to find."""
-    tools = tmp_path / "tools"
-    tools.mkdir(exist_ok=True)
+    (tools := tmp_path / "tools").mkdir(exist_ok=True)
     for tool in ("bash", "dirname", "basename", "cat", "seq", "date", "env"):
         if not (tools / tool).exists():
             (tools / tool).symlink_to(shutil.which(tool))
-    environment = {"PATH": str(tools)}
-    result = launch(
-        script, "--dry-run", command, tmp_path=tmp_path, environment=environment, **changes
-    )
+    how = {"tmp_path": tmp_path, "environment": {"PATH": str(tools)}, **changes}
+    result = launch(script, "--dry-run", command, **how)
     assert (result.returncode, result.stderr) == (0, "")
     lines = [line for line in result.stdout.splitlines() if not line.startswith("#")]
     return [shlex.split(line.removesuffix(" || true")) for line in lines]
@@ -116,14 +104,11 @@ def test_dry_run_starts_the_loop_on_all_workers(tmp_path, slices):
     assert "--setenv=RUN_URL=gs://my-bucket/first" in words
     assert "--setenv=JAX_COMPILATION_CACHE_DIR=gs://my-bucket/compiled" in words
     assert words[words.index("experiments/launch/run_worker.sh") + 1 :] == [
-        "--distributed",
-        "--config=configs/qwen2_5_32b.py",
-        "--workdir=runs/first",
+        *("--distributed", "--config=configs/qwen2_5_32b.py", "--workdir=runs/first"),
         "--config.checkpoint.directory=gs://my-bucket/first/checkpoints",
         "--config.model.path=gs://my-bucket/inputs/Qwen2.5-7B",
         *(["--config.mesh.slices=2"] if slices == 2 else []),
-        "--config.seed=1",
-        '--config.note=two words, a "quote"',
+        *("--config.seed=1", '--config.note=two words, a "quote"'),
     ]
 
 
@@ -236,18 +221,12 @@ class Loop:
     sessions: ClassVar[list[int]] = []
 
     def __init__(self, tmp_path, training):
-        self.tmp_path = tmp_path
-        train = fake(tmp_path / "bin" / "train", f'echo "start $*" >>{tmp_path}/starts\n{training}')
-        fake(
-            tmp_path / "bin" / "gcloud", f'echo "$*" >>{tmp_path}/calls; [[ $2 != cp ]] || cat >&2'
-        )
-        self.environment = clean_environment(
-            PATH=f"{tmp_path}/bin:{os.environ['PATH']}",
-            TRAIN=train,
-            DAPO_PROCESS="0",
-            WORKDIR=str(tmp_path / "work"),
-            BACKOFF_SECONDS="0",
-        )
+        self.tmp_path, tools = tmp_path, tmp_path / "bin"
+        train = fake(tools / "train", f'echo "start $*" >>{tmp_path}/starts\n{training}')
+        fake(tools / "gcloud", f'echo "$*" >>{tmp_path}/calls; [[ $2 != cp ]] || cat >&2')
+        own = {"PATH": f"{tools}:{os.environ['PATH']}", "WORKDIR": str(tmp_path / "work")}
+        own |= {"TRAIN": train, "DAPO_PROCESS": "0", "BACKOFF_SECONDS": "0"}
+        self.environment = clean_environment(**own)
 
     def start(self, *flags, **environment):
         process = subprocess.Popen(
@@ -263,6 +242,7 @@ class Loop:
         return process
 
     def run(self, *flags, **environment):
+        """(status, output)"""
         process = self.start(*flags, **environment)
         output, _ = process.communicate(timeout=20)
         return process.returncode, output
@@ -271,8 +251,8 @@ class Loop:
         file = self.tmp_path / name
         return file.read_text().splitlines() if file.exists() else []
 
-    def wait_for(self, name):
-        wait_for(lambda: self.lines(name), seconds=10)
+    def logs(self):
+        return sorted((self.tmp_path / "work.logs").glob("attempt-*.log"))
 
 
 # The number of this start, counted by the fake itself.
@@ -285,14 +265,11 @@ def test_loop_starts_again_on_75_and_keeps_a_log_an_attempt(tmp_path):
     assert code == 0 and "attempt 3" in output
     assert loop.lines("starts") == ["start --config=a --note=two words"] * 3
     assert not loop.lines("calls")  # no RUN_URL: nothing is mirrored
-    logs = sorted((tmp_path / "work.logs").glob("attempt-*.log"))
-    assert [log.name for log in logs] == [f"attempt-000{n}.log" for n in (1, 2, 3)]
-    assert "attempt 2" in logs[1].read_text()
-    assert (tmp_path / "work.logs" / "current").resolve() == logs[2]
-
+    assert [log.name for log in loop.logs()] == [f"attempt-000{n}.log" for n in (1, 2, 3)]
+    assert "attempt 2" in loop.logs()[1].read_text()
+    assert (tmp_path / "work.logs" / "current").resolve() == loop.logs()[2]
     loop.run(KEEP_LOGS="2")  # the count goes on, the oldest go
-    logs = sorted((tmp_path / "work.logs").glob("attempt-*.log"))
-    assert [log.name for log in logs] == ["attempt-0003.log", "attempt-0004.log"]
+    assert [log.name for log in loop.logs()] == ["attempt-0003.log", "attempt-0004.log"]
 
 
 LIMITS = {"BACKOFF_SECONDS": "10", "BACKOFF_MAX_SECONDS": "50"}
@@ -342,7 +319,7 @@ def test_a_stop_reaches_the_training_and_ends_the_loop(tmp_path, number):
     """SIGHUP (a closed terminal) once ended the loop and left the training alone."""
     loop = Loop(tmp_path, SAVES)
     process = loop.start(RUN_URL="gs://bucket/run")
-    loop.wait_for("readies")
+    wait_for(lambda: loop.lines("readies"), seconds=10)
     process.send_signal(number)
     output, _ = process.communicate(timeout=20)
     assert process.returncode == 75, output
@@ -354,7 +331,6 @@ def test_a_stop_reaches_the_training_and_ends_the_loop(tmp_path, number):
 def test_sigterm_ends_the_back_off(tmp_path):
     loop = Loop(tmp_path, "exit 137")
     process = loop.start(BACKOFF_SECONDS="30")
-    loop.wait_for("work.logs/attempt-0001.log")
     while "again in 30 s" not in process.stdout.readline():
         pass
     process.send_signal(signal.SIGTERM)

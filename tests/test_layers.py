@@ -14,7 +14,7 @@ FLOORS = (
     ("dapo_jax.evaluate", "dapo_jax.sample", "dapo_jax.convert", "dapo_jax.preflight"),
     ("dapo_jax.report",),
     ("dapo_jax.setup",),
-    ("dapo_jax.checkpoints",),
+    ("dapo_jax.checkpoints", "dapo_jax.evaluation"),
     ("dapo_jax.hub",),
     ("dapo_jax.logs",),
     ("dapo_jax.cli",),

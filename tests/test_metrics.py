@@ -28,31 +28,15 @@ from dapo_jax.report import plots
 from dapo_jax.report.runs import load_run, summary_lines
 from dapo_jax.types import Group, Prompt, Response, Rollouts, RolloutStats, Verdict
 
-ROW = {
-    "step": 12,
-    "reward/mean": -0.25,
-    "accuracy/mean": 0.375,
-    "response_tokens/mean": 45.25,
-    "response_tokens/truncated_fraction": 0.03125,
-    "entropy": 0.512,
-    "tokens_per_second/step": 1234.0,
-    "seconds/total": 10.0,
-}
+ROW = {"step": 12, "reward/mean": -0.25, "accuracy/mean": 0.375, "response_tokens/mean": 45.25}
+ROW |= {"response_tokens/truncated_fraction": 0.03125, "entropy": 0.512}
+ROW |= {"tokens_per_second/step": 1234.0, "seconds/total": 10.0}
 
-SAMPLE = {
-    "prompt": "What is [3] + 4?",
-    "response": "[bold red]3[/] + 4\n= 7 [/x]\x1b[35m\u202e Answer: 7",
-    "ground_truth": "7",
-    "prediction": "7",
-    "correct": True,
-    "status": "correct",
-    "reward": 1.0,
-    "tokens": 23,
-    "truncated": False,
-}
-CUT_SAMPLE = SAMPLE | {"response": "x" * 5000, "ground_truth": "18", "prediction": None}
-CUT_SAMPLE |= {"correct": False, "status": "no answer", "reward": -1.5, "tokens": 256}
-CUT_SAMPLE |= {"truncated": True}
+KEYS = ["prompt", "response", "ground_truth", "prediction", "correct", "status", "reward", "tokens"]
+MARKUP = "[bold red]3[/] + 4\n= 7 [/x]\x1b[35m\u202e Answer: 7"
+SAMPLE = ("What is [3] + 4?", MARKUP, "7", "7", True, "correct", 1.0, 23, False)
+CUT = ("What is [3] + 4?", "x" * 5000, "18", None, False, "no answer", -1.5, 256, True)
+SAMPLES = [dict(zip((*KEYS, "truncated"), values, strict=True)) for values in (SAMPLE, CUT)]
 
 
 def test_numbers_read_back_as_written_and_the_file_is_strict_json(tmp_path):
@@ -140,10 +124,8 @@ def _group(cursor, lengths, verdicts, *, stopped=True):
 
 def _update(value, *, taken=True, **others):
     """An update's metrics, all of the same value."""
-    return {key: np.float32(value) for key in (*KEYS_OF_UPDATE, *CLIPPED)} | {
-        "taken": taken,
-        **others,
-    }
+    values = dict.fromkeys((*KEYS_OF_UPDATE, *CLIPPED), np.float32(value))
+    return values | {"taken": taken, **others}
 
 
 def _step(updates=None):
@@ -173,19 +155,12 @@ def _step(updates=None):
         cache_use=0.75,
         seconds={"prefill": 1.0, "decode": 2.0, "host": 0.5, "verify": 0.25, "verify_wait": 0.125},
     )
+    informative = np.array([True, False, False, True])
+    of_rollout = types.SimpleNamespace(generation_prompts=3, partial_rollout_steps=0)
     return Step(
-        config=types.SimpleNamespace(
-            rollout=types.SimpleNamespace(generation_prompts=3, partial_rollout_steps=0),
-        ),
+        config=types.SimpleNamespace(rollout=of_rollout),
         step=12,
-        rollouts=Rollouts(
-            groups,
-            np.array([0, 3]),
-            np.array([True, False, False, True]),
-            cursor=9,
-            issued=5,
-            stats=stats,
-        ),
+        rollouts=Rollouts(groups, np.array([0, 3]), informative, cursor=9, issued=5, stats=stats),
         reward_PG=np.array([[1, -1], [1, 1], [-2, -2], [-1, 1]], np.float32),
         updates=updates,
         learning_rate=1e-3,
@@ -195,62 +170,32 @@ def _step(updates=None):
     )
 
 
+# Of the step above. The first update has the gap; own_ratio, the task's measures and
+# seconds/reshard are of no row of the table.
+ROW_BY_HAND = """
+step 12, prompts_seen 9, sampled_tokens_total 1056, reward/mean -0.25, accuracy/mean 0.5
+response_tokens/mean 6, response_tokens/correct 5.75, response_tokens/wrong 6.25
+response_tokens/max 10, response_tokens/truncated_fraction 0.25, no_answer_fraction 1
+responses_not_finite 0, verdicts/gave_up 1, verdicts/timeout 1, groups/sampled 4
+groups/informative 2, groups/all_correct 1, groups/all_wrong 1, groups/discarded 2
+groups/cancelled 1, generation_batches 2, engine/occupancy 0.56
+engine/occupancy_while_waiting 0.75, engine/decode_steps 7, engine/requests 10
+engine/prefilled_prompts 5, engine/cache_use 0.75, engine/drawn_tokens 56
+engine/unused_tokens_fraction 0.75, updates 2, updates_skipped 1, updates_empty 0
+updates_zero_gradient 0, loss 0.375, entropy 0.375, mean_prob 0.375, kl 0.375, grad_norm 0.375
+clip_fraction/high 0.375, clip_fraction/low 0.375, clip_fraction/dual 0.375, ratio_gap 0.5
+routes/differ 0.5, own_ratio 1.5, task/lines 1.5, task/road 0, seconds/reshard 0.5, lr 0.001
+eval/a/mean@8 0.5, seconds/rollout 4, seconds/update 2, seconds/total 8
+seconds_in_rollout/prefill 1, seconds_in_rollout/decode 2, seconds_in_rollout/host 0.5
+seconds_in_rollout/verify 0.25, seconds_in_rollout/verify_wait 0.125
+tokens_per_second/rollout 14, tokens_per_second/rollout_used 3.5, tokens_per_second/update 7
+tokens_per_second/step 7
+"""
+
+
 def test_a_steps_row_by_hand():
-    assert step_row(_step()) == {
-        "step": 12,
-        "prompts_seen": 9,
-        "sampled_tokens_total": 1056,
-        "reward/mean": -0.25,
-        "accuracy/mean": 0.5,
-        "response_tokens/mean": 6.0,
-        "response_tokens/correct": 5.75,
-        "response_tokens/wrong": 6.25,
-        "response_tokens/max": 10,
-        "response_tokens/truncated_fraction": 0.25,
-        "no_answer_fraction": 1.0,
-        "responses_not_finite": 0,
-        "verdicts/gave_up": 1,
-        "verdicts/timeout": 1,
-        "groups/sampled": 4,
-        "groups/informative": 2,
-        "groups/all_correct": 1,
-        "groups/all_wrong": 1,
-        "groups/discarded": 2,
-        "groups/cancelled": 1,
-        "generation_batches": 2,
-        "engine/occupancy": 0.56,
-        "engine/occupancy_while_waiting": 0.75,
-        "engine/decode_steps": 7,
-        "engine/requests": 10,
-        "engine/prefilled_prompts": 5,
-        "engine/cache_use": 0.75,
-        "engine/drawn_tokens": 56,
-        "engine/unused_tokens_fraction": 0.75,
-        "updates": 2,
-        "updates_skipped": 1,
-        "updates_empty": 0,
-        "updates_zero_gradient": 0,
-        **dict.fromkeys((*KEYS_OF_UPDATE, *CLIPPED), 0.375),
-        **dict.fromkeys(("ratio_gap", "routes/differ"), 0.5),  # the first update's
-        "own_ratio": 1.5,  # of no row of the table, as those of the task and seconds/reshard
-        "task/lines": 1.5,
-        "task/road": 0.0,
-        "seconds/reshard": 0.5,
-        "lr": 1e-3,
-        "eval/a/mean@8": 0.5,
-        "seconds/rollout": 4.0,
-        "seconds/update": 2.0,
-        "seconds/total": 8.0,
-        "seconds_in_rollout/prefill": 1.0,
-        "seconds_in_rollout/decode": 2.0,
-        "seconds_in_rollout/host": 0.5,
-        "seconds_in_rollout/verify": 0.25,
-        "seconds_in_rollout/verify_wait": 0.125,
-        "tokens_per_second/rollout": 14.0,
-        "tokens_per_second/rollout_used": 3.5,
-        "tokens_per_second/update": 7.0,
-        "tokens_per_second/step": 7.0,
-    }
+    cells = (cell.split() for cell in ROW_BY_HAND.strip().replace("\n", ", ").split(", "))
+    assert step_row(_step()) == {key: float(value) for key, value in cells}
 
 
 @pytest.mark.parametrize("updates", [[_update(math.nan, taken=False)], []])
@@ -327,7 +272,7 @@ def test_a_log_gets_one_aligned_line_a_step_and_no_control_codes(capsys, monkeyp
 
 
 def test_samples_print_model_text_literally(capsys):
-    text = _plain(lambda display: display.samples(12, [SAMPLE, CUT_SAMPLE]), capsys)
+    text = _plain(lambda display: display.samples(12, SAMPLES), capsys)
     assert text.splitlines()[:4] == [
         "samples of step 12",
         "correct, truth 7, prediction 7, reward +1.00, 23 tokens, stop",
@@ -344,7 +289,7 @@ def test_the_log_has_all_printed_lines_with_the_time_and_goes_on_after_a_restart
         display.line(f"start {start}\nof two 你\x1b[2J")
         display.phase("rollout: 3/32 informative groups")
         display.step(ROW)
-        display.samples(12, [SAMPLE])
+        display.samples(12, SAMPLES[:1])
     lines = (tmp_path / "log.txt").read_text(encoding="utf-8").splitlines()
     assert all(re.match(r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\dZ  ", line) for line in lines)
     assert [line[22:] for line in lines] == capsys.readouterr().out.splitlines()

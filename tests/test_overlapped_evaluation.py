@@ -9,11 +9,12 @@ import weakref
 import numpy as np
 import pytest
 from runs import SCHEDULE, Killed, contents, digests, responses, rows_without_timings
-from test_train import STEPS, programs_compiled_once, small_config  # noqa: F401  a fixture
+from shared_programs import STEPS, programs_compiled_once, small_config  # noqa: F401  a fixture
 
 from configs import base
-from dapo_jax import evaluate, train
+from dapo_jax import train
 from dapo_jax.checkpoints.store import Checkpoints
+from dapo_jax.evaluation import Evaluation
 from dapo_jax.logs.record import write_responses
 from dapo_jax.setup import components
 
@@ -82,7 +83,7 @@ def test_an_evaluation_that_rode_gives_what_it_gives_alone(riding, tmp_path, ste
 
     weights, streams = programs.reshard(params, None), components.eval_streams(config, tokenizer)
     session = train.Session(programs.engine, weights, *streams)
-    with evaluate.Evaluation(session, sets, first_stream=0) as evaluation:
+    with Evaluation(session, sets, first_stream=0) as evaluation:
         results = evaluation.finish(report=print, keep=keep)
     theirs = json.loads((riding / "eval" / f"{step}.json").read_text())
     assert theirs["sets"] == results

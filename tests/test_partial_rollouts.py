@@ -23,7 +23,7 @@ from engines import (
 )
 from quick import random_params
 from runs import Killed, digests, responses, rows_without_timings
-from test_train import programs_compiled_once, small_config  # noqa: F401  a fixture
+from shared_programs import programs_compiled_once, small_config  # noqa: F401  a fixture
 
 from dapo_jax import train
 from dapo_jax.checkpoints.progress import Progress
@@ -166,12 +166,8 @@ def test_what_is_between_two_steps_comes_back_from_a_checkpoint_as_it_was():
 
 
 def partial_config():
-    config = small_config()
-    config.num_steps = 4
-    config.rollout.partial_rollout_steps = 1
-    config.checkpoint.every_steps = 2
-    config.checkpoint.keep = 9
-    return config
+    keys = {"num_steps": 4, "rollout.partial_rollout_steps": 1, "checkpoint.keep": 9}
+    return small_config(**keys)
 
 
 @pytest.fixture(scope="module")

@@ -10,29 +10,21 @@ import numpy as np
 import pytest
 from processes import started
 from runs import saved_steps
+from states import snapshots, take
 
-from dapo_jax.checkpoints import digests
-from dapo_jax.checkpoints.progress import Progress
-from dapo_jax.checkpoints.snapshots import HOST_MEMORY, Snapshots, host_copy
+from dapo_jax.checkpoints.snapshots import HOST_MEMORY, host_copy
 from dapo_jax.checkpoints.store import Checkpoints
 from dapo_jax.cli import signals
 from sharding import hosts
 from sharding.hosts import RETRYABLE
 
-
-def take(run: Snapshots, step: int, state, *, cursor: int = 0, force: bool = False) -> None:
-    """Takes a snapshot of a state, as a finished step does."""
-    run.take(step, state, Progress(cursor=cursor), digests.described(state), force=force)
-
-
-def snapshots(folder, *, every_steps) -> Snapshots:
-    return Snapshots(Checkpoints(folder, keep=None), every_steps=every_steps, say=print)
+STATE = {"a": jnp.ones(1)}
 
 
 def test_due_and_forced_snapshots_are_saved(tmp_path):
     with snapshots(tmp_path, every_steps=3) as run:
         for step in range(1, 9):
-            take(run, step, {"a": jnp.full(2, step)}, cursor=step, force=step == 8)
+            take(run, step, STATE, cursor=step, force=step == 8)
         assert saved_steps(tmp_path) == [3, 6, 8]  # the forced one before `take` returns
 
 
@@ -69,34 +61,38 @@ class Full(Checkpoints):
 def test_a_failed_save_is_raised_in_the_run(tmp_path):
     with (
         pytest.raises(OSError, match="No space left"),
-        Snapshots(Full(tmp_path, keep=None), every_steps=1, say=print) as run,
+        snapshots(tmp_path, every_steps=1, of=Full) as run,
     ):
         for step in range(1, 100):
-            take(run, step, {"a": jnp.ones(1)})
+            take(run, step, STATE)
+
+
+@pytest.fixture
+def said(monkeypatch) -> list:
+    """The (line, status) with which a process would end."""
+    said = []
+    monkeypatch.setattr(hosts, "end", lambda *line_and_status: said.append(line_and_status))
+    return said
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_a_process_that_is_lost_is_not_called_a_storage(tmp_path, monkeypatch, stopped):
+def test_a_process_that_is_lost_is_not_called_a_storage(tmp_path, monkeypatch, said, stopped):
     """A peer's reset connection was told as "the storage does not answer for the moment"."""
     text = "UNAVAILABLE: Failed to send RPC: recvmsg:Connection reset by peer"
-    said = []
     run = snapshots(tmp_path, every_steps=1)
     if stopped:
         run._stop("SIGTERM")
     monkeypatch.setattr(hosts, "started", lambda: True)
     monkeypatch.setattr(hosts, "count", lambda: 2)
-    monkeypatch.setattr(hosts, "end", lambda *line_and_status: said.append(line_and_status))
     run._fail(jax.errors.JaxRuntimeError(text))
     line, status = said[0]
     assert status == RETRYABLE and f"another process is gone ({text})" in line
     assert line.startswith("SIGTERM: the newest step to resume at could not be saved: ") is stopped
 
 
-def test_a_stop_that_cannot_save_says_why(tmp_path, monkeypatch):
-    said = []
-    monkeypatch.setattr(hosts, "end", lambda *line_and_status: said.append(line_and_status))
-    run = Snapshots(Full(tmp_path, keep=None), every_steps=1, say=print)
-    take(run, 2, {"a": jnp.ones(1)})
+def test_a_stop_that_cannot_save_says_why(tmp_path, said):
+    run = snapshots(tmp_path, every_steps=1, of=Full)
+    take(run, 2, STATE)
     run._stop("SIGTERM")
     run._run()
     ((line, status),) = said
@@ -107,17 +103,14 @@ def test_sigterm_leaves_out_a_pending_checkpoint_that_is_older_than_the_newest_s
     """The saver's next order, before and after SIGTERM; nobody carries it out here."""
     run = snapshots(tmp_path, every_steps=2)
     for step in range(1, 4):
-        take(run, step, {"a": jnp.ones(1)})
+        take(run, step, STATE)
     assert run._order() == "save 2"
     run._stop("SIGTERM")
     assert run._order() == "stop SIGTERM 3"
 
 
-def test_a_second_ctrl_c_ends_at_once(monkeypatch):
-    """One that comes right after the first is a launcher's copy of it.
-
-    Signals of real processes, in all phases of a step, are in test_faults_stops.py.
-    """
+def test_a_copy_of_ctrl_c_by_a_launcher_does_not_count_as_the_second_one(monkeypatch):
+    """Signals of real processes, in all phases of a step, are in test_faults_stops.py."""
     now, ended, stopped = [0.0], [], []
     monkeypatch.setattr(signals.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(signals.os, "_exit", ended.append)
@@ -144,7 +137,7 @@ def test_any_exception_saves_the_newest_snapshot(tmp_path):
     """Nine steps were finished and five saved: only an OSError had the newest one saved."""
     with pytest.raises(KeyError), snapshots(tmp_path, every_steps=5) as run:
         for step in range(1, 10):
-            take(run, step, {"a": jnp.full(2, step)})
+            take(run, step, STATE)
         raise KeyError("my grader")
     assert saved_steps(tmp_path) == [5, 9]
 
@@ -152,14 +145,12 @@ def test_any_exception_saves_the_newest_snapshot(tmp_path):
 RAISES = """
 import sys
 import numpy as np
-from dapo_jax.checkpoints.store import Checkpoints
+from states import snapshots, take
 from dapo_jax.cli import command
 from sharding import hosts, rules
 from sharding.mesh import make_mesh
 folder, failing = sys.argv[1:]
 del sys.argv[1:]
-sys.path.insert(0, "tests")
-from test_snapshots import snapshots, take
 def main(_):
     hosts.start(several=True, cpu_devices=2)
     rows = rules.rows(make_mesh(data=-1, model=1))

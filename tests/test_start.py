@@ -10,9 +10,9 @@ import types
 import numpy as np
 import pytest
 from runs import contents, digests, responses, rows_without_timings
-from test_rollout import Script, kept_cursors
-from test_rollout import run as scripted
-from test_train import programs_compiled_once, small_config  # noqa: F401
+from scripted import Script, kept_cursors
+from scripted import run as scripted
+from shared_programs import programs_compiled_once, small_config  # noqa: F401
 
 from dapo_jax import algorithm, train
 from dapo_jax.checkpoints import fingerprint
@@ -29,11 +29,8 @@ from dapo_jax.types import Group, Response, Rollouts, Verdict
 
 def recipe(**settings):
     """Makes the config of the parent, which saves each step, with other settings."""
-    config = small_config()
-    config.num_steps, config.checkpoint.every_steps, config.checkpoint.keep = 3, 1, 9
-    config.eval.every_steps = 3
-    config.update_from_flattened_dict(settings)
-    return config
+    keys = {"checkpoint.every_steps": 1, "checkpoint.keep": 9, "eval.every_steps": 3}
+    return small_config(**keys | settings)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +88,6 @@ def start(config, workdir: pathlib.Path, origin: Parent | None):
         ({"num_steps": 2}, 2, r"num_steps = 2, but --start=run:.*@2 begins after 2 steps"),
         ({}, 4, r"has no checkpoint 4, only \[1, 2, 3\]"),
     ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
 def test_what_cannot_be_forked_is_refused_by_its_key(parent, tmp_path, settings, step, message):
     before, origin = contents(parent), Parent.parse(f"run:{parent}@{step}")
@@ -138,10 +134,8 @@ def test_a_fork_without_a_checkpoint_of_its_own_begins_with_the_parent_again(par
 
 def test_a_damaged_parent_is_named_and_left_as_it_is(parent, tmp_path):
     """A run sets its own aside and takes the one before; a fork of that would be another."""
-    theirs = tmp_path / "theirs"
-    shutil.copytree(parent, theirs)
-    largest = max((theirs / "checkpoints" / "2").rglob("*"), key=lambda file: file.stat().st_size)
-    largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
+    theirs = shutil.copytree(parent, tmp_path / "theirs")
+    (theirs / "checkpoints" / "2" / "state" / "manifest.ocdbt").unlink()
     before = contents(theirs)
     message = rf"checkpoint 2 in {theirs}/checkpoints cannot be read .*\[1, 3\]"
     with pytest.raises(DamagedError, match=message):
@@ -162,23 +156,12 @@ def test_checkpoints_elsewhere_know_what_their_run_began_with(parent, fork, tmp_
             assert [row["step"] for row in rows_without_timings(tmp_path / name)] == [2]
     finally:
         gone.rename(parent)
-    message = r"--start is 'run:.*@2', but it began from run:.*@1"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"--start is 'run:.*@2', but it began from run:.*@1"):
         start(config, tmp_path / "c", Parent.parse(f"run:{parent}@2"))
     # A config that names its directory gives it to a fork as well.
     config.checkpoint.directory = str(parent / "checkpoints")
     with pytest.raises(ValueError, match="but it began without one"):
         start(config, tmp_path / "d", origin)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "runs/a@2", "hf:model@2", "run:a", "run:@2", "run:a@", "run:a@-1", "run:a@newest"]
-)
-def test_any_other_form_of_start_is_refused_in_one_line(text):
-    with pytest.raises(
-        ValueError, match=r"^--start is '.*', but must be run:DIR@STEP, a run's checkpoint$"
-    ):
-        Parent.parse(text)
 
 
 def test_start_reads_a_folder_of_any_name_as_an_absolute_path(tmp_path, monkeypatch):
@@ -194,9 +177,10 @@ def test_a_run_keeps_the_day_of_its_first_start(tmp_path, monkeypatch):
     for saved, kept in (({"date": "2024-02-29"}, "2024-02-29"), ({}, "")):
         (tmp_path / "config.json").write_text(json.dumps({"tokenizer": saved}))
         assert fingerprint.day_of(tmp_path) == kept
-    monkeypatch.setattr(starts, "plan", lambda config, read, fit, training: read)
-    read = starts.plan_training(recipe(), tmp_path / "fork", Parent(tmp_path, 2))
-    assert read.args[-1] == tmp_path
+    found = types.SimpleNamespace
+    monkeypatch.setattr(starts, "plan", lambda config, read, fit, training: found(**locals()))
+    planned = starts.plan_training(recipe(), tmp_path / "fork", Parent(tmp_path, 2))
+    assert planned.read.keywords["begun"] == tmp_path
 
 
 def test_a_fork_needs_a_run(tmp_path):
@@ -227,16 +211,12 @@ def test_a_path_may_be_written_in_another_way(one, other, same):
 
 # algo.filter_groups
 
-OVERLONG = {"max_tokens": 10, "cache_tokens": 4, "factor": 1.0}
-
 
 def group(correct, lengths, scores=(None, None)) -> Group:
     verdicts = [Verdict(c, None, "", score) for c, score in zip(correct, scores, strict=True)]
-    responses = (
-        Response(np.zeros(n), np.zeros(n), True, "", verdict)
-        for n, verdict in zip(lengths, verdicts, strict=True)
-    )
-    return Group(0, None, tuple(responses))
+    arrays = [(np.zeros(n), np.zeros(n), True, "") for n in lengths]
+    of = zip(arrays, verdicts, strict=True)
+    return Group(0, None, tuple(Response(*array, verdict) for array, verdict in of))
 
 
 # Groups of two, and whether each filter keeps them. Penalties begin after 6 tokens.
@@ -272,7 +252,7 @@ def test_collecting_stops_with_what_the_filter_keeps(rule, kept):
     """The first group is all wrong, of unequal lengths."""
     correct_PG = np.array([[0, 0], [1, 0], [1, 1], [0, 0], [0, 1], [1, 0]], bool)
     length_PG = np.array([[3, 8], [2, 2], [3, 3], [4, 4], [3, 3], [1, 1]])
-    success = success_by(rule, **OVERLONG)
+    success = success_by(rule, max_tokens=10, cache_tokens=4, factor=1.0)
     found = scripted(Script(correct_PG, length_PG), num_prompts=2, success=success)
     assert (kept_cursors(found), found.cursor) == (kept, kept[-1] + 1)
     assert np.flatnonzero(found.informative).tolist() == kept

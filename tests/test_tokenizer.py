@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import sentencepiece
-import tokenizers
+from byte_tokenizers import CHATML, CONTROL, bpe, load, user
 from processes import ROOT
 from transformers import AutoTokenizer
 
@@ -14,7 +14,6 @@ from dapo_jax.convert import convert
 from dapo_jax.tasks.base import graded
 from dapo_jax.tasks.math_problems import MathProblems
 from dapo_jax.tasks.readers import templated
-from dapo_jax.tasks.tokenizer import load_tokenizer
 from dapo_jax.types import Example, Group, Prompt, Response, plain_text
 from experiments.tasks.format_answer import FormatAnswer
 
@@ -22,31 +21,17 @@ TEXTS = [
     *("", " ", "Let $x^2 = \\frac{3}{4}$.\n\nAnswer: 42", "已知函数 $f(x)=x^2$ 求 $f(3)$ 的值。"),
     *("🚀 😶‍🌫️ ½ Ünïcödé ไทย \u202e right-to-left", "  two  spaces\t\ttabs\r\n\x00 null"),
 ]
-CHAT_TEMPLATE = """\
-{% for m in messages %}
-    {% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}
-<|im_start|>{{ m.role }}
-{{ m.content }}<|im_end|>
-{% endfor %}
-{% if add_generation_prompt %}
-<|im_start|>assistant
-{% endif %}
-"""
 
 
 @pytest.fixture(scope="module")
 def bpe_folder(tmp_path_factory):
     """A byte-level BPE of 256 bytes and 3 control tokens, laid out as Qwen2.5's is."""
-    folder = tmp_path_factory.mktemp("bpe")
-    tokenizer = bpe()
+    folder, tokenizer = tmp_path_factory.mktemp("bpe"), bpe()
     tokenizer.enable_truncation(max_length=7)
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {
-        "chat_template": CHAT_TEMPLATE,
-        "pad_token": "<|endoftext|>",
-        "eos_token": "<|im_end|>",
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    tools = "{% for m in messages if m.role == 'tool' %}{{ raise_exception('no tools here') }}"
+    config = {"chat_template": tools + "{% endfor %}" + CHATML, "pad_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "<|im_end|>"}))
     return folder
 
 
@@ -67,36 +52,6 @@ def piece_file(tmp_path_factory):
         minloglevel=2,
     )
     return prefix.with_suffix(".model")
-
-
-def load(path, stop_tokens=None, chat="none", **how):
-    return load_tokenizer(path, stop_tokens=stop_tokens, chat=chat, **how)
-
-
-def user(text):
-    return [{"role": "user", "content": text}]
-
-
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-
-
-def bpe(*, special=CONTROL, ordinary=(), begins=False):
-    """A BPE of bytes and added tokens; begins: it puts one before a text, as Llama 3's does."""
-    symbols = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    made = tokenizers.Tokenizer(tokenizers.models.BPE({s: i for i, s in enumerate(symbols)}, []))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    made.add_special_tokens([tokenizers.AddedToken(it, normalized=False) for it in special])
-    made.add_tokens([tokenizers.AddedToken(it, normalized=False) for it in ordinary])
-    if begins:
-        made.post_processor = tokenizers.processors.TemplateProcessing(
-            single="<|im_start|> $A", special_tokens=[("<|im_start|>", 257)]
-        )
-    return made
 
 
 # For tokenizer_config.json, generation_config.json, config.json, and a chat: the stop tokens.
@@ -165,24 +120,25 @@ def test_a_template_that_is_missing_broken_or_refuses_is_named(bpe_folder, tmp_p
         load(tmp_path, chat="template").encode_chat(user("x"))
 
 
+ENDS_NOWHERE = {"tokenizer.json": bpe().to_str()} | {
+    "generation_config.json": '{"eos_token_id": [true]}'
+}
+
+
 @pytest.mark.parametrize(
-    ("files", "error", "message"),
+    ("files", "message"),
     [
-        (None, FileNotFoundError, r"nowhere is neither .* set tokenizer\.path"),
-        ({}, FileNotFoundError, "neither a directory with a tokenizer's files nor a sent"),
-        ({"tokenizer.model": "no"}, ValueError, "tokenizer.model is not a sentencepiece m"),
-        ({"tokenizer.json": "{"}, ValueError, r"cannot be read: .*\(tokenizer\.path\)"),
-        (
-            {"tokenizer.json": bpe, "generation_config.json": '{"eos_token_id": [true]}'},
-            ValueError,
-            r"generation_config.json: eos_token_id is .*no such id",
-        ),
+        (None, r"nowhere is neither .* set tokenizer\.path"),
+        ({}, "neither a directory with a tokenizer's files nor a sent"),
+        ({"tokenizer.model": "no"}, "tokenizer.model is not a sentencepiece m"),
+        ({"tokenizer.json": "{"}, r"cannot be read: .*\(tokenizer\.path\)"),
+        (ENDS_NOWHERE, r"generation_config.json: eos_token_id is .*no such id"),
     ],
 )
-def test_what_cannot_be_loaded_is_named(tmp_path, files, error, message):
+def test_what_cannot_be_loaded_is_named(tmp_path, files, message):
     for name, content in (files or {}).items():
-        (tmp_path / name).write_text(content if isinstance(content, str) else content().to_str())
-    with pytest.raises(error, match=message):
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError if files else FileNotFoundError, match=message):
         load(tmp_path / "nowhere" if files is None else tmp_path)
 
 
@@ -199,56 +155,37 @@ def test_a_sentencepiece_model_is_read_alone_or_in_its_folder(piece_file):
 
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-# name -> (tokenizer.json, tokenizer_config.json, other files, the texts that stop in a chat)
+EOS, BOS, ADDS = (
+    {"eos_token": "<|im_end|>"},
+    {"bos_token": "<|endoftext|>"},
+    {"add_bos_token": True},
+)
+LLAMA = {"tokenizer_class": "LlamaTokenizerFast"}
+MERGES = {
+    "vocab.json": bpe(special=()).get_vocab(),
+    "merges.txt": "#version: 0.2\n",
+    "added_tokens.json": {text: 256 + i for i, text in enumerate(CONTROL)},
+}
+PIECES = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"} | ADDS
+# name -> (tokenizer.json, tokenizer_config.json, other files)
 LAYOUTS = {
-    "special tokens": (bpe(), {"eos_token": "<|im_end|>"}, {}, ["<|im_end|>", "<|endoftext|>"]),
+    "special tokens": (bpe(), EOS, {}),
     "tokens named in special_tokens_map.json alone": (
         bpe(),
         {"chat_template": "{{ bos_token }}" + CHATML},
-        {"special_tokens_map.json": {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}},
-        ["<|im_end|>", "<|endoftext|>"],
+        {"special_tokens_map.json": BOS | EOS},
     ),
-    "a begin token by a post-processor": (
-        bpe(begins=True),
-        {"eos_token": "<|im_end|>"},
-        {},
-        ["<|im_end|>", "<|endoftext|>"],
-    ),
-    "a begin token by add_bos_token": (
-        bpe(),
-        {
-            "tokenizer_class": "LlamaTokenizerFast",
-            "bos_token": "<|endoftext|>",
-            "eos_token": "<|im_end|>",
-            "add_bos_token": True,
-        },
-        {},
-        ["<|im_end|>", "<|endoftext|>"],
-    ),
-    "vocab.json and merges.txt": (
-        None,
-        {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>"},
-        {
-            "vocab.json": bpe(special=()).get_vocab(),
-            "merges.txt": "#version: 0.2\n",
-            "added_tokens.json": {text: 256 + i for i, text in enumerate(CONTROL)},
-        },
-        ["<|im_end|>", "<|endoftext|>"],
-    ),
-    "a published tokenizer.model": (
-        None,
-        {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}
-        | {"add_bos_token": True},
-        {"generation_config.json": {"eos_token_id": [2, 5]}},
-        ["</s>", 5],
-    ),
+    "a begin token by a post-processor": (bpe(begins=True), EOS, {}),
+    "a begin token by add_bos_token": (bpe(), LLAMA | BOS | EOS | ADDS, {}),
+    "vocab.json and merges.txt": (None, {"tokenizer_class": "Qwen2Tokenizer"} | EOS, MERGES),
+    "tokenizer.model": (None, PIECES, {"generation_config.json": {"eos_token_id": [2, 5]}}),
 }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_directory_is_read_as_transformers_reads_it(layout, tmp_path, piece_file):
     """Prompts are compared with transformers' calls, stop tokens with what the files name."""
-    library, config, files, stops = LAYOUTS[layout]
+    library, config, files = LAYOUTS[layout]
     if library:
         library.save(str(tmp_path / "tokenizer.json"))
     elif "vocab.json" not in files:
@@ -270,9 +207,8 @@ def test_a_directory_is_read_as_transformers_reads_it(layout, tmp_path, piece_fi
         assert ids == plain[len(plain) - len(ids) :]
         for stop in ([], [ours.stop_ids[0]]):
             assert ours.decode([*ids, *stop]) == theirs.decode(ids)
-    texts = theirs.convert_ids_to_tokens([stop for stop in stops if isinstance(stop, int)])
-    texts = [stop for stop in stops if isinstance(stop, str)] + texts
-    assert theirs.convert_ids_to_tokens(chat.stop_ids) == texts
+    ends = theirs.convert_ids_to_tokens([2, 5] if layout == "tokenizer.model" else [258, 256])
+    assert theirs.convert_ids_to_tokens(chat.stop_ids) == ends
 
 
 @pytest.mark.parametrize("special", [True, False])
@@ -334,42 +270,21 @@ def qwen_folder(shared):
     return shared / "data" / "qwen25_tokenizer"
 
 
-@pytest.fixture(scope="module")
-def qwen(qwen_folder):
-    return load(qwen_folder)
-
-
-@pytest.fixture(scope="module")
-def qwen_chat(qwen_folder):
-    return load(qwen_folder, stop_tokens=["<|im_end|>", "<|endoftext|>"], chat="template")
-
-
-def test_qwen_vectors(qwen_folder, qwen):
+def test_qwen_vectors(qwen_folder):
+    """Of ids, and of chats: its own template has a system message where there is none."""
+    plain, chat = load(qwen_folder), load(qwen_folder, chat="template")
     vectors = json.loads((qwen_folder / "tokenizer_test_vectors.json").read_text(encoding="utf-8"))
     assert len(vectors) == 48
     for vector in vectors:
-        assert qwen.encode(vector["text"]) == vector["ids"], vector["text"]
-
-
-def test_qwen_ids(qwen, qwen_chat, qwen_folder):
-    # The instruct model's files name <|im_end|>.
-    assert load(qwen_folder, chat="template").stop_ids == (151645, 151643)
-    assert qwen.vocab_size == 151665
-    assert qwen.stop_ids == (151643,)
-    assert qwen.pad_id == 151643
-    assert qwen_chat.stop_ids == (151645, 151643)
-    assert 151644 not in qwen.encode("<|im_start|>")
-    assert qwen_chat.decode([9707, 151645]) == "Hello"
-
-
-@pytest.mark.parametrize(
-    "messages", [user("1+1=?"), [{"role": "system", "content": "只说中文。"}, *user("\n 🚀 ")]]
-)
-def test_qwen_chat_template(qwen_folder, qwen_chat, messages):
-    """Its own: a system message where there is none."""
+        assert plain.encode(vector["text"]) == vector["ids"], vector["text"]
+    assert (plain.vocab_size, plain.stop_ids, plain.pad_id) == (151665, (151643,), 151643)
+    assert chat.stop_ids == (151645, 151643)  # the instruct model's files name <|im_end|>
+    assert 151644 not in plain.encode("<|im_start|>")
+    assert chat.decode([9707, 151645]) == "Hello"
     how = {"tokenize": True, "add_generation_prompt": True, "return_dict": False}
     theirs = AutoTokenizer.from_pretrained(qwen_folder)
-    assert qwen_chat.encode_chat(messages) == theirs.apply_chat_template(messages, **how)
+    for messages in (user("1+1=?"), [{"role": "system", "content": "只说中文。"}, *user("\n 🚀 ")]):
+        assert chat.encode_chat(messages) == theirs.apply_chat_template(messages, **how)
 
 
 def test_a_template_that_leaves_answers_out_names_no_end(bpe_folder, tmp_path):

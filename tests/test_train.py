@@ -1,6 +1,5 @@
 """The loop as a user runs it: learning signal, resume, the generation cap, what is written."""
 
-import dataclasses
 import json
 import re
 import shutil
@@ -10,15 +9,16 @@ import jax
 import numpy as np
 import pytest
 from runs import responses, rows_without_timings
+from shared_programs import STEPS, programs_compiled_once, small_config  # noqa: F401  a fixture
 
 from configs import tiny
-from dapo_jax import evaluate, train
+from dapo_jax import train
 from dapo_jax.checkpoints.store import Checkpoints
 from dapo_jax.convert import convert
+from dapo_jax.evaluation import Evaluation, majority_is_correct, summarize
 from dapo_jax.logs.files import read_rows
 from dapo_jax.logs.metrics import METRICS
 from dapo_jax.rollout import minibatches
-from dapo_jax.sampler import cache
 from dapo_jax.sampler.session import Session
 from dapo_jax.setup import components, dry_run
 from dapo_jax.setup.start import Parent, is_finished
@@ -28,62 +28,12 @@ from dapo_jax.types import Batch, Group, Response, Verdict
 from models.hf import load_params
 from models.hf_config import load_config
 
-# Of every row; where nothing is evaluated, or partial over, that is missing.
 FIRST = {"seconds/load", "seconds/compile"}  # of a start's first row
-OPTIONAL = (
-    *FIRST,
-    "seconds/evaluate",
-    "partial_rollouts/",
-    "staleness/",
-    "clip_fraction/tis",
-    "routes/",
-    "seconds_in_rollout/environment",
-)
+# Of every row; where nothing is evaluated, or partial over, that is missing.
+OPTIONAL = (*FIRST, "seconds/evaluate", "partial_rollouts/", "staleness/", "clip_fraction/tis")
+OPTIONAL += ("routes/", "seconds_in_rollout/environment")
 EXPECTED_KEYS = {metric.key for metric in METRICS if not metric.key.startswith(OPTIONAL)}
-STEPS = 3
-MADE, UPDATES = {}, {}  # programs, of this module and of others that use the fixture
-
-
-@pytest.fixture(scope="module", autouse=True)
-def programs_compiled_once():
-    """Runs of one config share their programs; decoding has one, for all slots."""
-    make, compile_anew = components.programs, components.Programs.compile_update
-
-    def programs(config, vocab_size, devices=None):
-        new = make(config, vocab_size, devices=devices)
-        shapes = (new.sizes, new.learning, new.engine.cache)
-        return dataclasses.replace(MADE.setdefault(shapes, new), config=config)
-
-    def compile_update(self):
-        if self.update not in UPDATES:
-            UPDATES[self.update] = compile_anew(self)
-        return UPDATES[self.update]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cache, "PARTS", ((1, 1),))
-        patch.setattr(components, "programs", programs)
-        patch.setattr(components.Programs, "compile_update", compile_update)
-        yield
-
-
-def small_config(preset: str = ""):
-    """Makes configs/tiny.py small; the cache has slots for a part of the step only."""
-    config = tiny.get_config(preset)
-    config.num_steps = STEPS
-    config.data.train.count = 200
-    config.rollout.num_prompts = 4
-    config.rollout.generation_prompts = 8
-    config.rollout.max_response_tokens = 48
-    config.rollout.page_tokens = 48
-    config.rollout.cache_mib = 3
-    config.learner.row_tokens = 192
-    config.learner.remat = "full"
-    config.eval.sets.arithmetic.count = 8
-    config.eval.samples_per_prompt = 4
-    config.eval.every_steps = 2
-    config.checkpoint.every_steps = 2
-    config.checkpoint.keep = 3
-    return config
+UNEVALUATED, BEST = {"eval.every_steps": 0}, {"checkpoint.best": "arithmetic"}
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +43,7 @@ def finished(tmp_path_factory):
     workdir.mkdir()
     with pytest.raises(ValueError, match="--profile=3: give one of the steps 0 to 2"):
         train.train(small_config(), workdir, profile=STEPS)
-    config = small_config()
-    config.checkpoint.best = "arithmetic"
-    train.train(config, workdir, profile=1)
+    train.train(small_config(**BEST), workdir, profile=1)
     return workdir
 
 
@@ -103,21 +51,16 @@ def test_scores_of_a_changed_set_are_not_compared():
     """A checkpoint that an easier set had scored stayed the best one for good."""
 
     def scored(before, steps, **settings):
-        config = small_config()
-        config.checkpoint.best = "arithmetic"
+        config = small_config(**BEST)
         config.eval.sets.arithmetic.update(settings)
         data = components.load_data(config, components.tokenizer(config), training=True)
         run = types.SimpleNamespace(config=config, sets=data.eval_sets)
-        return train.with_scores(before, {steps: {"eval/arithmetic/mean@4": steps / 8}}, run)
+        found = train.with_scores(before, {steps: {"eval/arithmetic/mean@4": steps / 8}}, run)
+        return found, list(*map(dict.values, found.values()))
 
-    def scores(of):
-        return list(*map(dict.values, of.values()))
-
-    first = scored({}, 2)
-    assert scores(scored(first, 4)) == [0.25, 0.5]
-    assert (
-        scores(scored(first, 4, levels=(4,))) == scores(scored(first, 4, temperature=0.5)) == [0.5]
-    )
+    first, _ = scored({}, 2)
+    for settings, scores in (({}, [0.25, 0.5]), ({"levels": (4,)}, [0.5]), ({"top_p": 0.5}, [0.5])):
+        assert scored(first, 4, **settings)[1] == scores
 
 
 def test_a_run_writes_what_it_promises(finished):
@@ -132,21 +75,21 @@ def test_a_run_writes_what_it_promises(finished):
         assert row["groups/informative"] == 4  # a step ends with the last one that it needs
         assert 0 < row["engine/occupancy"] <= 1
         assert 0 <= row["engine/unused_tokens_fraction"] < 1  # 0: all that was sampled was needed
+        # Of the policy that the step sampled; the last policy's is in a file alone.
+        assert ("eval/arithmetic/mean@4" in row) == (row["step"] in (0, 2))
     assert any(row["engine/unused_tokens_fraction"] > 0 for row in rows)
     assert np.sum([row["groups/sampled"] for row in rows]) == rows[-1]["prompts_seen"]
     assert np.sum([row["engine/drawn_tokens"] for row in rows]) == rows[-1]["sampled_tokens_total"]
     assert 0 < rows[-1]["accuracy/mean"] < 1
-    for row in rows:  # of the policy that the step sampled; the last policy's is in a file alone
-        assert ("eval/arithmetic/mean@4" in row) == (row["step"] in (0, 2))
-    scores = json.loads((finished / "eval" / "2.json").read_text())["sets"]["arithmetic"]
-    assert rows[2]["eval/arithmetic/mean@4"] == scores["mean@4"]
-    last = json.loads((finished / "eval" / "3.json").read_text())["sets"]["arithmetic"]["mean@4"]
-    known = {"0": rows[0]["eval/arithmetic/mean@4"], "2": scores["mean@4"], "3": last}
+    files = {n: json.loads((finished / "eval" / f"{n}.json").read_text()) for n in (0, 2, 3)}
+    known = {f"{n}": it["sets"]["arithmetic"]["mean@4"] for n, it in files.items()}
+    for n in (0, 2):
+        assert rows[n]["eval/arithmetic/mean@4"] == known[f"{n}"]
     progress = json.loads((finished / "checkpoints" / "3" / "progress" / "metadata").read_text())
     ((named, found),) = progress["scores"].items()
     assert named.startswith("arithmetic ") and found == known
     assert len([*(finished / "profile").rglob("*.xplane.pb")]) == 1
-    assert all((finished / name).stat().st_size for name in ("curves.png", "eval/3.json"))
+    assert (finished / "curves.png").stat().st_size
     sampled = [json.loads(line) for line in responses(finished, 2).splitlines()]
     assert len(sampled) == 8 * rows[2]["groups/sampled"]
     assert sum(response["trained"] for response in sampled) == 8 * 4
@@ -155,9 +98,7 @@ def test_a_run_writes_what_it_promises(finished):
 
 def test_stopped_and_resumed_equals_uninterrupted_bitwise(finished, tmp_path):
     """Stop after the checkpoint of step 2, lose the rows' end, resume: the same numbers."""
-    config = small_config()
-    config.num_steps = 2
-    train.train(config, tmp_path)
+    train.train(small_config(num_steps=2), tmp_path)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "reward/mean": 123.0}\n{"step": 3, "rewa')  # killed while writing
     train.train(small_config(), tmp_path)
@@ -168,8 +109,7 @@ def test_stopped_and_resumed_equals_uninterrupted_bitwise(finished, tmp_path):
 
 def test_a_row_lost_between_checkpoint_and_write_comes_back(finished, tmp_path):
     """Killed after the checkpoint, before its row: the checkpoint carries the row."""
-    run = tmp_path / "run"
-    shutil.copytree(finished, run)
+    run = shutil.copytree(finished, tmp_path / "run")
     shutil.rmtree(run / "checkpoints" / "3")
     first, *_ = (run / "metrics.jsonl").read_text().splitlines()
     (run / "metrics.jsonl").write_text(first + "\n")
@@ -182,21 +122,20 @@ def test_a_row_lost_between_checkpoint_and_write_comes_back(finished, tmp_path):
 
 def test_a_start_that_fails_leaves_the_directory_free(tmp_path):
     """Its config.json would have refused the corrected command."""
-    config = small_config()
-    broken = tmp_path / "model"
-    shutil.copytree(config.model.path, broken)
+    broken = shutil.copytree(small_config().model.path, tmp_path / "model")
     (broken / "model.safetensors").write_bytes(b"cut short")
-    config.model.path = str(broken)
     with pytest.raises(ValueError, match=r"model\.safetensors"):
-        train.train(config, tmp_path / "run")
+        train.train(small_config(**{"model.path": str(broken)}), tmp_path / "run")
     assert not (tmp_path / "run" / "config.json").exists()
+
+
+def times(folder):
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
 def test_a_dry_run_checks_and_tells_the_next_step_and_writes_nothing(finished, tmp_path, capsys):
     def lines(workdir, **settings):
-        config = small_config()
-        config.update_from_flattened_dict(settings)
-        dry_run.dry_run(config, workdir, None)
+        dry_run.dry_run(small_config(**settings), workdir, None)
         return capsys.readouterr().out
 
     new = lines(tmp_path / "new")
@@ -204,44 +143,40 @@ def test_a_dry_run_checks_and_tells_the_next_step_and_writes_nothing(finished, t
     assert re.search(r"first prompt of data\.train, whose answer is '-?\d+':\n  \| Solve the", new)
     assert f"dry run: 0 of 3 steps are done in {tmp_path / 'new'}. Nothing was written" in new
     assert not (tmp_path / "new").exists()
-    before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
+    before = times(finished)
     assert "dry run: 3 of 7 steps are done" in lines(finished, num_steps=7)
     for settings, message in (
         ({"algo.eps_high": 0.5}, "algo.eps_high is 0.5, but was 0.28"),
         ({"num_steps": 2}, "num_steps = 2, but the run in .* has finished 3 steps"),
         ({"num_steps": 7, "learner.decay": "linear"}, r"num_steps is 7, but was 3 \(learner\.d"),
-        ({"rollout.group_size": 1}, "rollout.group_size = 1, but must be at least 2"),
     ):
         with pytest.raises(ValueError, match=message):
             lines(finished, **settings)
-    assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before
+    assert times(finished) == before
     broken = shutil.copytree(finished, tmp_path / "broken")
     (broken / "checkpoints" / "3" / "manifest" / "metadata").write_bytes(b"{")
     told = lines(broken, num_steps=7)  # it ended in a traceback, where a start goes on
     assert re.search("checkpoints/3/manifest/metadata cannot be read .*: a start would try", told)
-    config, base = small_config(), tmp_path / "base"
-    shutil.copytree(config.model.path, base, ignore=shutil.ignore_patterns("*.safetensors"))
-    config.model.path = str(base)
+    base, weightless = tmp_path / "base", shutil.ignore_patterns("*.safetensors")
+    shutil.copytree(small_config().model.path, base, ignore=weightless)
     with pytest.raises(FileNotFoundError, match=r"model\.safetensors"):
-        dry_run.dry_run(config, tmp_path / "new", None)
+        lines(tmp_path / "new", **{"model.path": str(base)})
 
 
 def test_a_finished_run_says_so_before_anything_is_loaded(finished, tmp_path, capsys, monkeypatch):
-    before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
+    before = times(finished)
     monkeypatch.setattr(train.start, "open_run", None)  # nothing is opened
     train.train(small_config(), finished)
     first, *_, last = capsys.readouterr().out.splitlines()
     assert first.startswith(f"finished: 3 of 3 steps in {finished}; raise num_steps to go on")
     assert last == f"curves: {finished / 'curves.png'}"
-    assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before
+    assert times(finished) == before
     killed = shutil.copytree(finished, tmp_path / "killed")  # after its last row
     (killed / "curves.png").unlink()
     train.train(small_config(), killed)
     assert (killed / "curves.png").is_file()
-    more = small_config()
-    more.num_steps = 4
-    assert not is_finished(more, finished, None)
-    assert not is_finished(more, tmp_path, None)
+    for workdir in (finished, tmp_path):
+        assert not is_finished(small_config(num_steps=4), workdir, None)
     with pytest.raises(ValueError, match=r"--start=run:.*@1, but .* began without a --start"):
         train.train(small_config(), finished, Parent(tmp_path, 1))
 
@@ -252,21 +187,15 @@ def test_generation_cap_stops_cleanly_or_trains_on_with_an_alarm(tmp_path, capsy
 
     The alarm comes once, with the second step, which a resumed run takes.
     """
-    config = small_config()
-    config.num_steps = 1
-    config.eval.every_steps = 0
-    config.verifier.rules = "strict_box"  # the tiny policy never writes a box
-    config.rollout.generation_prompts = 4
-    config.rollout.max_generation_batches = 2
-    config.rollout.on_generation_cap = "stop"
+    cap = {"rollout.generation_prompts": 4, "rollout.max_generation_batches": 2}
+    cap |= UNEVALUATED | {"verifier.rules": "strict_box"}  # the tiny policy never writes a box
     with pytest.raises(SystemExit, match=r"2 generation batches.*0 informative.*0\.0%"):
-        train.train(config, tmp_path)
+        train.train(small_config(num_steps=1, **cap), tmp_path)
     assert read_rows(tmp_path / "metrics.jsonl") == []
-    config.rollout.on_generation_cap = "train"
+    cap["rollout.on_generation_cap"] = "train"
     for steps in (1, 1, 2):  # also where the run is finished already: it ended with status 0
-        config.num_steps = steps
         with pytest.raises(SystemExit, match="error: nothing was trained: no step had an update"):
-            train.train(config, tmp_path)
+            train.train(small_config(num_steps=steps, **cap), tmp_path)
         lines = [s for s in capsys.readouterr().out.splitlines() if s.startswith("alarm")]
         assert len(lines) == steps - 1
     rows = read_rows(tmp_path / "metrics.jsonl")
@@ -277,12 +206,33 @@ def test_generation_cap_stops_cleanly_or_trains_on_with_an_alarm(tmp_path, capsy
     assert "rules = 'strict_box'" in lines[0] and "generation" not in lines[0]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("preset", "dtype", "bounds"),
+    [("gspo", "bfloat16", {"high", "low", "dual"}), ("kl_cov", "float32", set())],
+)
+def test_a_preset_trains_by_ratios_to_the_learners_own_rounding(preset, dtype, bounds, tmp_path):
+    """No weight had changed, and 24 to 38 % of the tokens of short responses were clipped.
+
+    GSPO's clip is 3e-4 and 4e-4, narrower than bfloat16's rounding between sampler and learner. A
+    forward pass of the learner rounds as its update does only where no program keeps excess
+    precision.
+    """
+    how = UNEVALUATED | {"model.compute_dtype": dtype, "learner.remat": "none"}
+    train.train(small_config(preset, num_steps=1, updates_per_step=1, **how), tmp_path)
+    (row,) = rows_without_timings(tmp_path)
+    clipped = {key: value for key, value in row.items() if key.startswith("clip_fraction/")}
+    assert clipped == {f"clip_fraction/{bound}": 0 for bound in bounds}
+    assert (row["ratio_gap"] > 1e-4) == (dtype == "bfloat16")  # still the sampler's
+    assert row["updates"] == 1 and row["grad_norm"] > 0 and row["updates_zero_gradient"] == 0
+    assert np.isfinite(row["loss"])
+
+
 def test_a_run_whose_updates_are_left_out_stops_with_its_weights_saved(tmp_path, monkeypatch):
     """Every gradient is NaN."""
     nan = {"group_std": lambda reward_PG, length_PG: reward_PG * np.nan}
     monkeypatch.setattr(train.losses, "ADVANTAGES", nan)
-    config = small_config()
-    config.eval.every_steps = 0
+    config = small_config(**UNEVALUATED)
     with pytest.raises(SystemExit, match="step 1: 4 updates in a row were left out") as stopped:
         train.train(config, tmp_path)
     for text in ("the loss or a metric of it was not finite", "learner.learning_rate = 5e-05"):
@@ -307,74 +257,65 @@ def test_a_state_that_is_not_finite_ends_the_run_unsaved(tmp_path, monkeypatch):
         return state.replace(opt_state=(clip, (adam, *rest))), updates
 
     monkeypatch.setattr(train, "update", overflowing)
-    config = small_config()
-    config.eval.every_steps = 0
     with pytest.raises(ValueError, match=r"step 0: the new state: opt_state\.1\.0\.nu\.embed_VD"):
-        train.train(config, tmp_path)
+        train.train(small_config(**UNEVALUATED), tmp_path)
     assert Checkpoints(tmp_path / "checkpoints", keep=3).latest_step() is None
-
-
-def _group(predictions, truth="7"):
-    verdicts = [Verdict(p == truth, p, "") for p in predictions]
-    return Group(0, None, tuple(Response(np.zeros(3), None, True, "", v) for v in verdicts))
 
 
 def test_a_run_exports_to_hugging_face(finished, tmp_path):
     """The trained weights, not the start's, with the tokenizer beside them; evaluate agrees."""
-    convert(f"run:{finished}", f"hf:{tmp_path / 'hf'}", dtype="float32")
-    before, after = (
-        jax.tree.leaves(load_params(path, load_config(path), dtype="float32"))
-        for path in (tiny.get_config().model.path, tmp_path / "hf")
-    )
+    exported, low = tmp_path / "hf", tmp_path / "low"
+    convert(f"run:{finished}", f"hf:{exported}", dtype="float32")
+    convert(f"run:{finished}", f"hf:{low}", dtype="bfloat16")
+    with pytest.raises(FileNotFoundError, match="no checkpoint 7"):
+        convert(f"run:{finished}", f"hf:{tmp_path / 'other'}", dtype="float32", step=7)
+
+    def weights(path, dtype="float32"):
+        return jax.tree.leaves(load_params(path, load_config(path), dtype=dtype))
+
+    before, after = weights(tiny.get_config().model.path), weights(exported)
     assert any(not np.array_equal(a, b) for a, b in zip(before, after, strict=True))
-    config = small_config()
-    tokenizer = load_tokenizer(tmp_path / "hf", stop_tokens=None, chat="none")
+    pairs = zip(weights(low, "bfloat16"), after, strict=True)
+    assert all(np.array_equal(a, b.astype("bfloat16")) for a, b in pairs)
+    tokenizer = load_tokenizer(exported, stop_tokens=None, chat="none")
     for name in ("config.json", "generation_config.json"):  # the export forgot where its run stops
-        content = json.loads((tmp_path / "hf" / name).read_text())
+        content = json.loads((exported / name).read_text())
         assert content["eos_token_id"] == tokenizer.stop_ids[0]
-    config.model.path = str(tmp_path / "hf")
+    config = small_config(**{"model.path": str(exported)})
     programs = components.programs(config, tokenizer.vocab_size)
     sets = components.load_data(config, tokenizer, training=False).eval_sets
     params = programs.reshard(programs.start_params(), None)
-    streams = components.eval_streams(config, tokenizer)
-    session = Session(programs.engine, params, *streams)
-    with evaluate.Evaluation(session, sets, first_stream=0) as evaluation:
+    session = Session(programs.engine, params, *components.eval_streams(config, tokenizer))
+    with Evaluation(session, sets, first_stream=0) as evaluation:
         results = evaluation.finish(report=print)
     assert results == json.loads((finished / "eval" / "3.json").read_text())["sets"]
-    convert(f"run:{finished}", f"hf:{tmp_path / 'low'}", dtype="bfloat16")
-    low = load_params(tmp_path / "low", load_config(tmp_path / "low"), dtype="bfloat16")
-    pairs = zip(jax.tree.leaves(low), after, strict=True)
-    assert all(np.array_equal(a, b.astype("bfloat16")) for a, b in pairs)
-    with pytest.raises(FileNotFoundError, match="no checkpoint 7"):
-        convert(f"run:{finished}", f"hf:{tmp_path / 'other'}", dtype="float32", step=7)
 
 
 def test_scores_by_hand():
     """mean@4, maj@4 and pass@k of two problems, one with a majority for the wrong answer."""
-    groups = [_group(["7", "7", None, "3"]), _group(["5", "5", "7", None])]
-    scores = evaluate.summarize(groups)
-    assert scores["mean@4"] == pytest.approx(3 / 8)
-    assert scores["maj@4"] == pytest.approx(1 / 2)
-    assert scores["pass@4"] == 1.0
-    assert scores["pass@2"] == pytest.approx(((1 - 1 / 6) + (1 - 3 / 6)) / 2)
-    assert scores["no_answer_fraction"] == pytest.approx(2 / 8)
+
+    def group(*predictions):
+        verdicts = [Verdict(p == "7", p, "") for p in predictions]
+        return Group(0, None, tuple(Response(np.zeros(3), None, True, "", v) for v in verdicts))
+
+    scores = summarize([group("7", "7", None, "3"), group("5", "5", "7", None)])
+    expected = {"mean@4": 3 / 8, "maj@4": 1 / 2, "pass@4": 1, "no_answer_fraction": 2 / 8}
+    expected["pass@2"] = ((1 - 1 / 6) + (1 - 3 / 6)) / 2
+    assert {key: scores[key] for key in expected} == pytest.approx(expected)
 
 
-def test_nobody_votes_for_no_answer():
-    for empty in (None, "", " "):
-        silent = [Verdict(False, empty, "")] * 3
-        assert evaluate.majority_is_correct([*silent, Verdict(True, "7", "")])
-        assert not evaluate.majority_is_correct(silent)
-
-
-def test_spellings_of_one_answer_vote_together():
+def test_spellings_of_one_answer_vote_together_and_nobody_votes_for_none():
     """Five right answers in five spellings lost to two wrong ones in one; so did wrong ones."""
     right = [Verdict(True, text, "") for text in ("1/2", r"\frac{2}{4}", "0.50", "2^{-1}", "50\\%")]
-    assert evaluate.majority_is_correct([*[Verdict(False, "7", "")] * 2, *right])
+    assert majority_is_correct([*[Verdict(False, "7", "")] * 2, *right])
     roots = [Verdict(False, text, "") for text in (r"\sqrt{12}", r"2\sqrt{3}", r"2\cdot3^{1/2}")]
     same = MathTask(rules="math_verify").same
-    assert not evaluate.majority_is_correct([*right[:2], *roots], same)
-    assert evaluate.majority_is_correct([*right[:2], *roots])
+    assert not majority_is_correct([*right[:2], *roots], same)
+    assert majority_is_correct([*right[:2], *roots])
+    for empty in (None, "", " "):
+        silent = [Verdict(False, empty, "")] * 3
+        assert majority_is_correct([*silent, right[0]])
+        assert not majority_is_correct(silent)
 
 
 def test_the_learners_old_logprobs_are_those_before_the_first_update(monkeypatch):
@@ -389,14 +330,13 @@ def test_the_learners_old_logprobs_are_those_before_the_first_update(monkeypatch
 
     rollouts = types.SimpleNamespace(kept=np.arange(2), sampled=[None, None])
     run = types.SimpleNamespace(
-        config=small_config(),
+        config=small_config(**{"rollout.num_prompts": 2}),
         programs=types.SimpleNamespace(learning=None, mesh=None),
         record=types.SimpleNamespace(display=types.SimpleNamespace(phase=lambda text: None)),
         start_weights=None,
         update=update,
         old_logprobs=lambda params, start_weights, batch: f"{batch.tokens_BT} by {params}",
     )
-    run.config.rollout.num_prompts, run.config.updates_per_step = 2, 2
 
     class State(int):
         params = property(lambda self: f"policy {int(self)}")

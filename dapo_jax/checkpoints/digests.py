@@ -37,7 +37,10 @@ def parts_of(tree, *, replicas: bool = False) -> dict[str, list[Part]]:
     with jax.enable_x64(True):
         sums = {
             name: [
-                (starts, _sum(shard.data, [np.uint64(start) for start in starts]))
+                (
+                    starts,
+                    _sum(shard.data, jax.device_put(np.array(starts, np.uint64), shard.device)),
+                )
                 for shard in leaf.addressable_shards
                 if replicas or shard.replica_id == 0
                 for starts in [tuple(cut.start or 0 for cut in shard.index)]

@@ -237,7 +237,7 @@ def require_same_config(config: ConfigDict, workdir: pathlib.Path) -> None:
         theirs = read_json(file)
     except ValueError as error:
         raise ValueError(f"{error}; or remove it: checkpoints have the config too") from error
-    ours = config.copy_and_resolve_references()
+    ours = ConfigDict(config)
     fill_open(ours, theirs)
     differing = config_differences(theirs, as_json(ours), but=MAY_CHANGE)
     steps = theirs["num_steps"]

@@ -72,6 +72,7 @@ class Snapshots:
         self._stopped_at: float | None = None  # when it came
         self._error: BaseException | None = None
         self._orders = 0
+        self.seconds = 0.0  # of the last `take`
 
     def __enter__(self) -> "Snapshots":
         self._saver = threading.Thread(target=self._run, name="saver", daemon=True)
@@ -101,6 +102,7 @@ class Snapshots:
 
         Waits for a forced one, the run's last, to be saved.
         """
+        start = time.monotonic()
         snapshot = Snapshot(step, host_copy(state), progress, arrays)
         with self._changed:
             self._changed.wait_for(lambda: len(self._pending) < PENDING_CHECKPOINTS or self._error)
@@ -112,6 +114,7 @@ class Snapshots:
             if force:
                 self._changed.wait_for(lambda: snapshot not in self._pending or self._error)
                 self._raise_error()
+        self.seconds = time.monotonic() - start
 
     def _save_newest(self) -> None:
         """Asks for the newest snapshot, due or not: of all processes, the main one decides."""

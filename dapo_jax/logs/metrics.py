@@ -270,6 +270,8 @@ METRICS: list[Metric] = [
     Metric("seconds/evaluate", "s",
            "The rest of an overlapped evaluation, after the rollout.", panel=SECONDS),
     Metric("seconds/save", "s", "Digests, and the wait for the responses' file.", panel=SECONDS),
+    Metric("seconds/snapshot", "s", "The hand-over of the snapshot before this step, and the wait "
+           "for a save under way.", panel=SECONDS),
     Metric("seconds/total", "s", "The whole step.", form="{:7.1f}", line="seconds"),
     Metric("seconds_in_rollout/prefill", "s", "Prompts, on the devices."),
     Metric("seconds_in_rollout/decode", "s", "Blocks of decode steps, on the devices."),

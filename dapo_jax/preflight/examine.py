@@ -118,11 +118,11 @@ def examine(
 def planned(config: ConfigDict, devices, device_bytes: int) -> start.Planned:
     """Plans what training would on these devices, without tokenizer and data."""
 
-    def read():
+    def read(config):
         tokenizer = any_tokenizer(components.model_sizes(config).vocab_size)
         return tokenizer, components.load_data(config, tokenizer, training=False, evaluates=False)
 
-    def fit(*_):
+    def fit(config, *_):
         auto_sizes.fit_training(config, devices=devices, device_bytes=device_bytes)
 
     start.accept(config, "data.", "eval.", training=False)

@@ -257,7 +257,7 @@ class Session:
         of_rows = [a if a is None else a[:, row_N].swapaxes(0, 1) for a in sampled]
         used_N, stopped_N = self._keep(plan, *of_rows, *known)
         given_N = np.minimum((known[0] > 0).sum(axis=1), used_N)
-        self.blocks.append(self._record(plan, used_N, used_N - given_N, launched, decoded))
+        self.blocks.append(self._record(plan, used_N, used_N - given_N))
         plays_N = np.array([self._groups[number].plays for number in plan.group_N.tolist()], bool)
         groups = self._finish(self._scheduler.complete(used_N, stopped_N, plays_N))
         groups = sorted([*answered, *groups], key=lambda group: (group.stream, group.cursor))
@@ -382,7 +382,7 @@ class Session:
         self._newest_DB[plan.shard_N, plan.slot_N] = token_NS[np.arange(N), used_N - 1]
         return used_N, used_N == stop_N + 1
 
-    def _record(self, plan: Plan, used_N, useful_N, start: float, end: float) -> BlockRecord:
+    def _record(self, plan: Plan, used_N, useful_N) -> BlockRecord:
         """Makes the block's entry in `blocks`, over the slots of all shards."""
         slots = self._engine.cache.slots
         where_N = plan.shard_N * slots + plan.slot_N
@@ -391,8 +391,6 @@ class Session:
         stream_B[where_N], cursor_B[where_N] = self._name_Q2[plan.group_N].T
         sample_B[where_N], useful_B[where_N] = plan.sample_N, useful_N
         return BlockRecord(
-            start_seconds=start,
-            end_seconds=end,
             steps=int(used_N.max(initial=0)),
             stream_B=stream_B,
             cursor_B=cursor_B,

@@ -32,7 +32,7 @@ from models.lora import Lora, init_adapters
 from models.parameters import ModelConfig, param_axes
 from models.rope import YarnScaling
 from models.transformer import Transformer, abstract_params, split, unstack
-from sharding import rules
+from sharding import hosts, rules
 from sharding.mesh import make_mesh
 
 # Folded into the seed's key, so that no stream of randomness is used for two things.
@@ -67,7 +67,12 @@ class Programs:
 
     def compile_update(self) -> Callable:
         """The update, compiled: what does not fit shows before anything is sampled."""
-        return self._for_all_rows(self.lower_update)
+        update, everywhere = self._for_all_rows(self.lower_update), rules.replicated(self.mesh)
+
+        def run(state, start_weights, batch, rate: float):
+            return update(state, start_weights, batch, hosts.place(rate, everywhere))
+
+        return run
 
     def lower_old_logprobs(self, row_tokens: int) -> jax.stages.Lowered:
         """The learner's own old log-probabilities of such a batch, ready to compile."""

@@ -42,6 +42,7 @@ def dry_run(config: ConfigDict, workdir: pathlib.Path, parent: Parent | None) ->
     elif parent:
         there, step = start.parents_checkpoints(config, parent), parent.step
     run = start.plan_training(config, workdir, parent)
+    config = run.config
     if config.model.path:
         hf.check_files(hub.local(config.model.path), run.programs.sizes, needed=True)
     say("\n".join([*run.lines(), *example_lines(run.data, run.tokenizer)]))

@@ -97,9 +97,11 @@ def load_policy(
     """
     start.accept(config, *(("data.",) if evaluates else ("data.", "eval.")), training=False)
     compile_cache.enable(several=hosts.count() > 1)
-    read = functools.partial(start.read_data, config, workdir, training=False, evaluates=evaluates)
-    fit = fit or (lambda *_: auto_sizes.fit_training(config))
+    which = {"training": False, "evaluates": evaluates}
+    read = functools.partial(start.read_data, begun=workdir, **which)
+    fit = fit or (lambda it, *_: auto_sizes.fit_training(it))
     planned = start.plan(config, read, fit, training=False)
+    config = planned.config
     if workdir is None:
         found = 0, planned.programs.load_weights(dtype=config.model.compute_dtype), None
     else:

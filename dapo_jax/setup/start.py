@@ -3,6 +3,7 @@
     refuse settings -> fetch names on the hub -> lock the folder -> read tokenizer and data
     -> fill in open sizes -> plan mesh and programs -> restore weights -> record and compile
 
+A config is a wish until `plan` resolves it into a new one, without open keys, that nothing changes.
 `plan` locks, writes, loads to devices and compiles nothing (preflight; `plan_training`: a dry run).
 `open_run` has all that a training step needs, setup/policy.py the weights of a policy. They raise
 ValueError and OSError, with the setting to change, on all processes alike.
@@ -22,7 +23,7 @@ import jax
 from absl import logging
 from clu import parameter_overview
 from etils import epath
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, FrozenConfigDict
 
 from configs.base import leaves
 from dapo_jax import hub, losses
@@ -51,7 +52,8 @@ from sharding import hosts
 class Planned:
     """A config with all sizes, its tokenizer and data, and its programs, not yet compiled.
 
-    data: what the command reads of it. chosen: a line with the keys that the config left open.
+    config: resolved and immutable. data: what the command reads of it. chosen: a line with the keys
+    that were open.
     """
 
     config: ConfigDict
@@ -132,19 +134,21 @@ def check(config: ConfigDict, *, training: bool = True) -> None:
     checks.together(*looks)
 
 
-def plan(config: ConfigDict, read: Callable, fit: Callable, *, training: bool, devices=None):
-    """Reads tokenizer and data, fills in what the config leaves open, and makes its programs.
+def plan(wish: ConfigDict, read: Callable, fit: Callable, *, training: bool, devices=None):
+    """Reads tokenizer and data, resolves what a config leaves open, and makes its programs.
 
-    read() -> (tokenizer, data). fit(tokenizer, data): fills in the sizes that are open then.
-    devices: of a compile-only topology; None: this program's.
+    read(config) -> (tokenizer, data). fit(config, tokenizer, data): fills in the sizes that are
+    open then. devices: of a compile-only topology; None: this program's.
     """
-    given = dict(leaves(config))
+    config, given = wish.copy_and_resolve_references(), dict(leaves(wish))
     auto_sizes.fit_model(config, training=training)
-    _, (tokenizer, data) = checks.together(lambda: components.model_sizes(config), read)
+    looks = (functools.partial(components.model_sizes, config), functools.partial(read, config))
+    _, (tokenizer, data) = checks.together(*looks)
     if training:
         auto_sizes.fit_data(config, data, given=given)
-    fit(tokenizer, data)
+    fit(config, tokenizer, data)
     checks.check(config)
+    config = FrozenConfigDict(config)
     chosen = [f"{key} = {value!r}" for key, value in leaves(config) if value != given[key]]
     if chosen:
         chosen = [f"chosen by the model, the data and the devices: {', '.join(chosen)}"]
@@ -157,13 +161,13 @@ def plan(config: ConfigDict, read: Callable, fit: Callable, *, training: bool, d
 def plan_training(config: ConfigDict, workdir: pathlib.Path, parent: Parent | None) -> Planned:
     """Plans the run in `workdir`; refuses that of another config."""
     begun = parent.workdir if parent else workdir
-    read = functools.partial(read_data, config, begun, training=True)
-    planned = plan(config, read, lambda *_: auto_sizes.fit_training(config), training=True)
-    hosts.on_main(lambda: fingerprint.require_same_config(config, workdir))
+    read = functools.partial(read_data, begun=begun, training=True)
+    planned = plan(config, read, lambda it, *_: auto_sizes.fit_training(it), training=True)
+    hosts.on_main(lambda: fingerprint.require_same_config(planned.config, workdir))
     return planned
 
 
-def read_data(config: ConfigDict, begun: pathlib.Path | None, **which: bool):
+def read_data(config: ConfigDict, *, begun: pathlib.Path | None, **which: bool):
     """Reads (tokenizer, data); begun: the run's folder, or its parent's. which: of `load_data`."""
     if not config.tokenizer.date:
         config.tokenizer.date = hosts.on_main(lambda: fingerprint.day_of(begun))
@@ -187,7 +191,7 @@ def open_run(
     if parent and hosts.on_main(own.latest_step) is None:
         parents_checkpoints(config, parent).close()  # refuses, before the data is read
     planned = plan_training(config, workdir, parent)
-    programs = planned.programs
+    config, programs = planned.config, planned.programs
     step, state, progress, parent = _restored(planned, own, workdir, parent)
     start_weights = programs.load_start_weights()
     require_finite_start(config, step, state, start_weights)

@@ -15,7 +15,6 @@ TPU updates and steps take all chips, and the other rows one. The kinds of rows,
     update     four rows a device of one response each, layers recomputed
     decode     256 slots, or as many as fit, that have sampled so many tokens each
     attention  in packed rows of one and of twenty segments, by ours and others: ms
-    tiles      the same by ours with other tiles (flash_gpu.TILES), one kernel's at a time
 
 Times stand beside a floor, that of experiments.preflight.estimate at a chip's published rates; a
 GPU's are those of a copy and of a product. Memory stands beside what dapo_jax.preflight predicts.
@@ -35,7 +34,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import NamedTuple
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +55,7 @@ from dapo_jax.types import Group, Prompt, Response
 from experiments.benchmarks import common
 from experiments.preflight import estimate
 from experiments.preflight.estimate import Device, response_lengths
-from models.kernels import Kernels, flash_gpu, kernels_for, packed, platform_of, xla
+from models.kernels import Kernels, kernels_for, packed, platform_of, xla
 from models.parameters import normal, ones
 from models.qwen2 import PRESETS
 from sharding import hosts, rules
@@ -210,19 +208,6 @@ OTHERS = {
     "cudnn packed": cudnn_packed,
     "JAX's splash": jax_splash,
     "plain XLA": packed.packed_attention,
-}
-KERNELS = ("forward", "d_queries", "d_keys")
-TILES = {  # by the size of a head: (one of KERNELS, queries, keys, warps, stages)
-    64: (
-        *((0, 128, 64, 4, 3), (0, 128, 128, 8, 2), (0, 64, 64, 4, 3)),
-        *((1, 128, 64, 8, 2), (1, 64, 64, 4, 2), (1, 128, 32, 4, 3)),
-        *((2, 64, 64, 4, 3), (2, 64, 128, 8, 2), (2, 32, 128, 4, 2)),
-    ),
-    128: (
-        *((0, 128, 128, 8, 2), (0, 128, 64, 8, 3), (0, 64, 64, 4, 2)),
-        *((1, 128, 64, 8, 2), (1, 128, 32, 8, 2), (1, 64, 32, 4, 3)),
-        *((2, 64, 128, 8, 2), (2, 32, 64, 4, 3), (2, 32, 128, 8, 2)),
-    ),
 }
 
 
@@ -384,15 +369,6 @@ def our_d_q(work: Work, sizes: tuple[int, int, int, int], segments: int) -> np.n
     """Computes the gradient of the queries by our kernel, which others are compared with."""
     _, gradient, qkv, _ = attention_programs(work, sizes, segments, "ours")
     return np.asarray(jax.device_get(gradient(*qkv)[0]), np.float32)
-
-
-def tiles(work: Work, sizes: tuple[int, int, int, int], segments: int, which: int, *tile) -> Found:
-    """Times our attention with another tile of one of its kernels."""
-    of = jnp.dtype(jnp.bfloat16).itemsize, sizes[3]
-    changed = [*flash_gpu.TILES[of]]
-    changed[which] = tile
-    with mock.patch.dict(flash_gpu.TILES, {of: tuple(changed)}):
-        return attention(work, sizes, segments, "ours")
 
 
 def update(work: Work, preset: str, row_tokens: int) -> Found:
@@ -644,11 +620,6 @@ def rows_of(work: Work) -> Iterator[tuple[str, Callable[[], Found]]]:
                 heads = f"{sizes[1]} x {sizes[3]} heads, {sizes[0]:,} tokens, {segments} segments"
                 run = functools.partial(attention, work, sizes, segments, name)
                 yield f"attention, {name}, {heads}", run
-    for sizes in work.attention if work.kernels == "gpu" else ():
-        for segments in work.segments:
-            for which, *tile in TILES.get(sizes[3], ()) if sizes[0] > 8_192 else ():
-                name = f"tiles, heads of {sizes[3]}, {segments} segments, {KERNELS[which]} {tile}"
-                yield name, functools.partial(tiles, work, sizes, segments, which, *tile)
 
 
 def main(_):
