@@ -19,8 +19,8 @@ from typing import NamedTuple
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SECONDS = 400  # a mutation may hang
 
-# Of each: a name, the file, and tests/test_*.py that should notice; what is there once, what it
-# becomes.
+# Of each: a name, the file, and tests/test_*.py that should notice, or one test of it; what is
+# there once, and what becomes of it.
 MUTATIONS = r"""
 clip_bounds dapo_jax/algorithm.py algorithm losses
 - jnp.clip(ratio_RT, 1.0 - eps_low, 1.0 + eps_high)
@@ -163,13 +163,13 @@ cursor_one_late dapo_jax/checkpoints/progress.py partial_rollouts
 row_forgotten dapo_jax/checkpoints/progress.py partial_rollouts
 - "row": self.row,
 + "row": None,
-key_of_the_start dapo_jax/setup/start.py train
+run_key dapo_jax/setup/start.py train::test_stopped_and_resumed_equals_uninterrupted_bitwise
 - components.key(config, components.ROLLOUT_STREAM)
 + components.key(config, components.ROLLOUT_STREAM + step)
 digest_of_even_factors dapo_jax/checkpoints/digests.py checkpoint
 - (z ^ (z >> np.uint64(31))) | np.uint64(1)
 + (z ^ (z >> np.uint64(31))) & ~np.uint64(1)
-progress_unchecked dapo_jax/checkpoints/store.py checkpoint faults_flips
+progress_unchecked dapo_jax/checkpoints/store.py checkpoint
 - if json_digest(content[1]) != manifest["progress"]:
 + if not manifest["progress"]:
 worst_is_best dapo_jax/checkpoints/store.py checkpoint
@@ -178,10 +178,10 @@ worst_is_best dapo_jax/checkpoints/store.py checkpoint
 older_snapshot dapo_jax/checkpoints/snapshots.py snapshots
 - step = self._newest[-1].step if self._newest else ""
 + step = self._newest[0].step if self._newest else ""
-pass_at_k dapo_jax/evaluation.py train
+pass_at_k dapo_jax/evaluation.py train::test_scores_by_hand
 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 + math.comb(num_correct, k) / math.comb(num_samples, k)
-mean_at_k dapo_jax/evaluation.py train
+mean_at_k dapo_jax/evaluation.py train::test_scores_by_hand
 - f"mean@{k}": float(correct_PK.mean()),
 + f"mean@{k}": float(correct_PK[:, 0].mean()),
 answers_merged dapo_jax/tasks/readers.py data
@@ -206,7 +206,7 @@ seeds_unpaired dapo_jax/report/compare.py report sweep
 
 
 class Mutation(NamedTuple):
-    """One wrong line. tests: the names of tests/test_*.py."""
+    """One wrong line. tests: FILE or FILE::TEST for tests/test_FILE.py."""
 
     name: str
     file: str
@@ -237,7 +237,7 @@ def caught_by(mutation: Mutation, tree: pathlib.Path) -> str:
     """Runs its tests over a changed tree; returns the first that fails, "" where none does."""
     file = tree / mutation.file
     before, text = file.read_text(), mutated(mutation, tree)
-    files = [f"tests/test_{name}.py" for name in mutation.tests]
+    files = [f"tests/test_{re.sub('(?=::)|$', '.py', name, count=1)}" for name in mutation.tests]
     env = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tree.parent / "compiled")}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", *files]
     file.write_text(text)

@@ -35,6 +35,29 @@ from models.kernels import KERNELS, paged_tpu
 CPU, TPU = KERNELS["cpu"], KERNELS["tpu_interpret"]
 
 
+def test_what_is_between_two_steps_comes_back_from_a_checkpoint_as_it_was():
+    rng = np.random.default_rng(0)
+    responses = tuple(
+        Response(
+            *(rng.integers(0, 9, 6, np.int32), rng.normal(size=6).astype(np.float32)),
+            *(stopped, None, None, (2, 6)),
+            route_TLA=rng.integers(0, 9, (8, 2, 3), np.uint8) if stopped else None,
+        )
+        for stopped in (True, False)
+    )
+    partial, row = [PartialGroup(7, responses, (False, True))], {"step": 3, "reward/mean": 0.1}
+    progress = Progress(11, 99, row, partial, {"aime": {"2": 0.25}})
+    saved = json.loads(json.dumps(progress.to_json())) | {"of an older version": 1}
+    found = Progress.from_json(saved)
+    assert dataclasses.replace(found, partial=partial) == progress
+    (group,) = found.partial
+    assert (group.cursor, group.unfinished_G) == (7, (False, True))
+    for pair in zip(group.responses, responses, strict=True):
+        for ours, theirs in zip(*(vars(it).values() for it in pair), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+            assert getattr(ours, "dtype", None) == getattr(theirs, "dtype", None)
+
+
 @pytest.fixture(scope="module")
 def small():
     return random_params(SMALL)[1]
@@ -140,29 +163,6 @@ def test_whole_blocks_of_a_partial_response_are_kept(tokens, limit, kept):
     response = Response(np.zeros(tokens), np.zeros(tokens), stopped=False)
     given = types.SimpleNamespace(_engine=engine), response, limit
     assert Session._whole_blocks(*given) == kept
-
-
-def test_what_is_between_two_steps_comes_back_from_a_checkpoint_as_it_was():
-    rng = np.random.default_rng(0)
-    responses = tuple(
-        Response(
-            *(rng.integers(0, 9, 6, np.int32), rng.normal(size=6).astype(np.float32)),
-            *(stopped, None, None, (2, 6)),
-            route_TLA=rng.integers(0, 9, (8, 2, 3), np.uint8) if stopped else None,
-        )
-        for stopped in (True, False)
-    )
-    partial, row = [PartialGroup(7, responses, (False, True))], {"step": 3, "reward/mean": 0.1}
-    progress = Progress(11, 99, row, partial, {"aime": {"2": 0.25}})
-    saved = json.loads(json.dumps(progress.to_json())) | {"of an older version": 1}
-    found = Progress.from_json(saved)
-    assert dataclasses.replace(found, partial=partial) == progress
-    (group,) = found.partial
-    assert (group.cursor, group.unfinished_G) == (7, (False, True))
-    for pair in zip(group.responses, responses, strict=True):
-        for ours, theirs in zip(*(vars(it).values() for it in pair), strict=True):
-            np.testing.assert_array_equal(ours, theirs)
-            assert getattr(ours, "dtype", None) == getattr(theirs, "dtype", None)
 
 
 def partial_config():
