@@ -279,8 +279,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(params, data, where):
 
 
 @pytest.mark.parametrize(
-    ("temperature", "dtype", "largest_gap"),
-    [(0.7, "float32", 1e-5), (1.0, "bfloat16", 2e-2)],
+    ("temperature", "dtype", "largest_gap"), [(0.7, "float32", 1e-5), (1.0, "bfloat16", 2e-2)]
 )
 def test_the_first_mini_batchs_ratio_is_one(params, temperature, dtype, largest_gap):
     """The sampler's log-probabilities are the learner's, up to rounding.

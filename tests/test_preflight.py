@@ -14,13 +14,7 @@ from dapo_jax.preflight import __main__ as preflight
 from dapo_jax.preflight import compile as compiling
 from dapo_jax.preflight import examine
 from dapo_jax.preflight.chips import GIB, chip_of
-from dapo_jax.preflight.compile import (
-    LIBTPU,
-    DoesNotFit,
-    Program,
-    compiled,
-    topology_devices,
-)
+from dapo_jax.preflight.compile import LIBTPU, DoesNotFit, Program, compiled, topology_devices
 from dapo_jax.setup import components
 from dapo_jax.setup.dry_run import device_bytes
 from models.qwen2 import PRESETS, Qwen2Config
