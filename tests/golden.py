@@ -41,31 +41,15 @@ def policy_loss_cases(shared: pathlib.Path) -> list[Case]:
             **_loss_inputs(stored),
             clip=dict(zip(CLIP, stored["in/clip"].tolist(), strict=True)),
             loss_RT=stored["mat64"],
-            aggregated=_losses_and_gradients(stored, "{}"),
+            aggregated={
+                mode: (float(stored[f"{theirs}/loss64"]), stored[f"{theirs}/grad64"])
+                for mode, theirs in REFERENCE_MODES.items()
+            },
             clip_fraction=float(stored["pg_clipfrac64"]),
             dual_clip_fraction=float(stored["pg_clipfrac_lower64"]),
             mean_log_ratio=-float(stored["ppo_kl64"]),
         )
         for name, stored in _cases(shared, "pl")
-    ]
-
-
-def accumulation_cases(shared: pathlib.Path) -> list[Case]:
-    """Every `acc*` case: a mini-batch spread over ranks and micro-batches (rank_micro_R2).
-
-    Inputs as in `policy_loss_cases`; true and legacy: the loss and the reference's, as aggregated
-    there. Their clip settings are not stored; the config's reproduce the numbers.
-    """
-    return [
-        Case(
-            name=name,
-            **_loss_inputs(stored),
-            clip=dict(zip(CLIP, (0.2, 0.28, 10.0), strict=True)),
-            rank_micro_R2=stored["in/rank_micro"],
-            true=_losses_and_gradients(stored, "{}/global"),
-            legacy=_losses_and_gradients(stored, "{}/legacy"),
-        )
-        for name, stored in _cases(shared, "acc")
     ]
 
 
@@ -141,11 +125,6 @@ def _cases(shared: pathlib.Path, start: str) -> list[tuple[str, dict[str, np.nda
 def _loss_inputs(stored: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     names = {"new": "logp_RT", "old": "behavior_logp_RT", "adv": "advantage_RT", "mask": "mask_RT"}
     return {ours: stored[f"in/{theirs}"] for theirs, ours in names.items()}
-
-
-def _losses_and_gradients(stored, scope: str) -> dict[str, tuple[float, np.ndarray]]:
-    scopes = {mode: scope.format(reference) for mode, reference in REFERENCE_MODES.items()}
-    return {m: (float(stored[f"{of}/loss64"]), stored[f"{of}/grad64"]) for m, of in scopes.items()}
 
 
 # Models of transformers.

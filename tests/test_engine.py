@@ -263,16 +263,3 @@ def test_an_impossible_prompt_is_named(roomy, length):
 def test_pages_that_do_not_divide_into_blocks_are_refused(small):
     with pytest.raises(ValueError, match=r"page_tokens = 8 .* rollout.block_tokens = 3"):
         build(SMALL, dataclasses.replace(ROOMY, block_tokens=3), small[1])
-
-
-def test_programs_of_many_tokens_have_the_wide_options():
-    """A TPU's larger tiles make products of few rows slower: such programs do not have them."""
-    kernels = dataclasses.replace(KERNELS["cpu"], wide_options={"xla_no_such_option": True})
-    long_prompts = dataclasses.replace(TIGHT, max_prompt_tokens=513, prompt_pages=300)
-    few, many = (
-        build(SMALL, cache, random_params(SMALL)[1], kernels=kernels)[0].lower(SAMPLING)
-        for cache in (TIGHT, long_prompts)
-    )
-    few["prefill", None, 1].compile()
-    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
-        many["prefill", None, 1].compile()
