@@ -67,6 +67,9 @@ optimiser_state dapo_jax/learner.py learner
 overlong_filter dapo_jax/learner.py learner
 - if s.overlong_filtering:
 + if not s.overlong_filtering:
+temperature dapo_jax/logprobs.py logprobs
+- d_CV * d_logp_C[:, None] / self._temperature
++ d_CV * d_logp_C[:, None]
 environment_trained dapo_jax/packing.py learner
 - batch.is_response_BT[b, answer] = response.sampled_T
 + batch.is_response_BT[b, answer] = True
@@ -76,9 +79,6 @@ token_fed_early dapo_jax/packing.py packing learner
 earlier_policies dapo_jax/packing.py packing
 - is_on_policy_BT[b, answer] = not response.ends
 + is_on_policy_BT[b, answer] = True
-row_not_filled dapo_jax/packing.py packing
-- next((r for r in range(len(rows)) if room[r] >= size)
-+ next((r for r in range(len(rows)) if room[r] > size)
 causal_border models/transformer.py parity
 - same_BTS & (index_T[:, None] >= index_T[None, :])
 + same_BTS & (index_T[:, None] > index_T[None, :])
@@ -127,6 +127,9 @@ block_offset dapo_jax/sampler/decode.py engine
 block_border models/kernels/xla.py engine
 - jnp.clip(table.response_tokens_B[:, None] - C * jnp.arange(J), 0, C)
 + jnp.clip(table.response_tokens_B[:, None] + 1 - C * jnp.arange(J), 0, C)
+zero_is_the_first_token dapo_jax/sampler/sampling.py sampler
+- pick(sum_RN, uniform_R + UNIFORM_GRID / 2)
++ pick(sum_RN, uniform_R)
 stop_token_dropped dapo_jax/sampler/session.py engine
 - used_N = np.minimum(stop_N + 1, np.minimum(plan.left_N, S))
 + used_N = np.minimum(np.maximum(stop_N, 1), np.minimum(plan.left_N, S))
@@ -142,9 +145,6 @@ prompt_freed_early dapo_jax/sampler/scheduler.py scheduler
 oldest_preempted dapo_jax/sampler/scheduler.py scheduler
 - youngest = self._by_age(d, self._active_DB[d])[-1]
 + youngest = self._by_age(d, self._active_DB[d])[0]
-one_reader dapo_jax/sampler/scheduler.py engine
-- "reader": prefix.samples.index(sample),
-+ "reader": 0,
 turns_border dapo_jax/episodes.py episodes
 - if messages and episode.turns < self._max_turns:
 + if messages and episode.turns <= self._max_turns:
