@@ -619,13 +619,13 @@ def test_a_run_of_episodes_resumes_bitwise_and_says_what_they_were(tmp_path):
         turns = int(row["measures"]["turns"])
         assert who == (*["assistant", "environment"] * (turns - 1), "assistant")
         assert set(said[1::2]) <= {"No. Again:"} and row["response"].startswith(said[0])
-    ask = ("-m", "dapo_jax.sample", f"--workdir={tmp_path / 'whole'}", "--prompt=7*8=")
-    assert "[8 tokens in" in ran(*ask, "--max_tokens=8", "--template=dapo").stderr
 
 
 @pytest.mark.slow
 def test_sample_prints_an_episode_turn_by_turn(tmp_path):
     run(tmp_path, 1)
+    ask = ("-m", "dapo_jax.sample", f"--workdir={tmp_path}", "--prompt=7*8=")
+    assert "[8 tokens in" in ran(*ask, "--max_tokens=8", "--template=dapo").stderr
     printed = ran(
         *("-m", "dapo_jax.sample", f"--workdir={tmp_path}", "--environment=retry:Retry"),
         *('--columns={"answer": "none"}', "--prompt=60-23+37", "--max_tokens=200"),

@@ -275,6 +275,7 @@ def test_a_spread_weight_rounds_as_it_did_and_lies_anywhere_between():
 
 @pytest.mark.parametrize(("dtype", "rank"), [("float32", 0), ("bfloat16", 4), ("bfloat16", 0)])
 def test_a_start_is_spread_in_bfloat16_alone(monkeypatch, dtype, rank):
+    monkeypatch.setattr(jax, "jit", jit)
     monkeypatch.setitem(PRESETS, "tiny", model(vocabulary=98, width=32, layers=1, tied=True))
     changes = {"model": {"preset": "tiny", "compute_dtype": dtype}}
     built = programs("qwen2", "", lora_rank=rank, **changes)
