@@ -329,7 +329,6 @@ class Drawn:
     """Stands for a game of textarena: it draws numbers from the module random at each move."""
 
     def reset(self, num_players, seed):
-        assert num_players == 1
         self.said, self.rewards = [(-1, f"{random.random()}", "PROMPT")], None
 
     def step(self, action):
@@ -346,27 +345,20 @@ class Drawn:
 
 
 def test_a_game_of_textarena_is_drawn_by_its_seed_alone(monkeypatch):
-    names = []
-    module = SimpleNamespace(make=lambda name: names.append(name) or Drawn())
-    monkeypatch.setitem(sys.modules, "textarena", module)
-    examples, other = (textarena.Games(count=3, split=it).load()[0] for it in ("train", "test"))
+    monkeypatch.setitem(sys.modules, "textarena", SimpleNamespace(make=lambda name: Drawn()))
+    examples, other = (textarena.Games(count=2, split=it).load()[0] for it in ("train", "test"))
     assert not {it.extra["seed"] for it in examples} & {it.extra["seed"] for it in other}
-    factory = Factory("x:Game", textarena.Game, 1.0)
     said = set()
-    for example in (examples[0], examples[1], examples[0]):
+    for example in (*examples, examples[0]):
         random.seed(7)
-        episode = Episode(factory, example)
+        episode = Episode(Factory("x:Game", textarena.Game, 1.0), example)
         (answer,) = episode.answer("on")
         said.add((episode.opening, answer["content"]))
-        assert "on" not in answer["content"]
-        assert (episode.verdict().correct, episode.verdict().score) == (False, -1.0)
-        found = random.random()
-        random.seed(7)
+        assert "on" not in answer["content"] and episode.verdict().score == -1.0
+        found, _ = random.random(), random.seed(7)
         assert found == random.random()  # the games leave nothing behind
-        assert episode.answer("0.75") == []
-        assert (episode.verdict().correct, episode.verdict().score) == (False, 0.5)
-    assert len(said) == 2 and names == ["GuessTheNumber-v0-raw"] * 3
-    assert Episode(factory, examples[0]).answer("1") == []
+        assert episode.answer("0.75") == [] and episode.verdict().score == 0.5
+    assert len(said) == 2
 
 
 def test_the_forms_of_calls_are_read():
