@@ -196,7 +196,7 @@ first_answer dapo_jax/verifier/math_rules.py verifier
 alarm_one_late dapo_jax/logs/alarms.py alarms
 - if count >= alarm.steps:
 + if count > alarm.steps:
-unused_tokens dapo_jax/logs/metrics.py metrics
+unused_tokens dapo_jax/logs/metrics.py rollout
 - 1 - s.rollouts.kept_tokens / max(s.spent_tokens, 1)
 + 1 - s.rollouts.kept_tokens / max(s.stats.sampled_tokens, 1)
 seeds_unpaired dapo_jax/report/compare.py report sweep
