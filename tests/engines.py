@@ -226,7 +226,10 @@ def interrupted(engine, params, *, blocks, later=None, keeps=False):
 
 
 def programs(family: str, folder, *, lora_rank: int = 0, **changes):
-    """The programs of a config (changes: keys by section), heads split over two devices."""
+    """The programs of a config (changes: keys by section), heads split over two devices.
+
+    There is one for decoding.
+    """
     config = base.get_config()
     settings = {
         **{"model.family": family, "model.path": str(folder), "model.compute_dtype": "float32"},
@@ -241,7 +244,9 @@ def programs(family: str, folder, *, lora_rank: int = 0, **changes):
     config.update(changes)
     m = config.mesh
     devices = jax.devices()[: m.slices * m.data * m.model]
-    return components.programs(config, SAMPLING.vocab_size, devices=devices)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache_module, "PARTS", ((1, 1),))
+        return components.programs(config, SAMPLING.vocab_size, devices=devices)
 
 
 def step(built, *, cursors=(7, 12)):

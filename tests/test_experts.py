@@ -30,7 +30,6 @@ from safetensors.numpy import load_file
 
 from dapo_jax import learner
 from dapo_jax.convert import convert
-from dapo_jax.sampler import cache as cache_module
 from dapo_jax.sampler import plan
 from models.hf import load_params
 from models.hf_config import load_config
@@ -220,7 +219,6 @@ def updates(folder, *changes, mesh=(1, 2), **algo):
     mesh = {"data": mesh[0], "model": mesh[1]}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "jit", jit)
-        patch.setattr(cache_module, "PARTS", ((1, 1),))
         built = programs("qwen3_moe", folder, mesh=mesh, algo=algo)
         before, groups, state, metrics = step(built)
         found = [(state, metrics)]

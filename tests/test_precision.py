@@ -21,7 +21,7 @@ from updates import LEARNING, first_moment
 
 from dapo_jax import learner
 from dapo_jax.learner import init_state, make_batch
-from dapo_jax.sampler import cache, engine
+from dapo_jax.sampler import engine
 from dapo_jax.setup import components
 from dapo_jax.types import Batch, Group, Prompt, Response
 from models.kernels import splash_tpu
@@ -235,7 +235,6 @@ def test_float32_is_float32_and_a_gpu_adds_up_in_one_order(monkeypatch, case):
     made, (platform, kernels, dtype) = [], case.split()
     is_float32, whole = dtype == "float32", (jax.lax.Precision.HIGHEST,) * 2
     monkeypatch.setitem(PRESETS, "tiny", model(vocabulary=98, width=128, layers=1, tied=True))
-    monkeypatch.setattr(cache, "PARTS", ((1, 1),))  # one program for decoding
     for module in (components, engine):
         monkeypatch.setattr(module, "platform_of", lambda mesh: platform)
     monkeypatch.setattr(splash_tpu, "cores", lambda interpret: 2)  # of a TPU that is not there

@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec
 from quick import jit, random_params
 
 from dapo_jax.logprobs import chosen_logprobs
-from dapo_jax.sampler import cache
 from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.types import Prompt
 from models import qwen2
@@ -54,7 +53,6 @@ def build_policy(slices, data, model):
     mesh = {"slices": slices, "data": data, "model": model}
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(qwen2.PRESETS, "small", SMALL)
-        patch.setattr(cache, "PARTS", ((1, 1),))
         return programs("qwen2", "", rollout=sizes, mesh=mesh, model={"preset": "small"})
 
 
