@@ -590,6 +590,7 @@ def run(workdir, num_steps):
         **{"rollout.max_response_tokens": 96, "learner.row_tokens": 512},
         "data.train.environment": "tests.test_episodes:Slow",
         "eval.sets.arithmetic.environment": "tests.test_episodes:Retry",
+        "eval.sets.arithmetic.count": 3,
         **{"eval.every_steps": 1, "checkpoint.every_steps": 1},
     }
     train.train(small_config(**keys), workdir)
