@@ -1,7 +1,7 @@
-"""Readers of the reference vectors in ../shared/golden (see the README there).
+"""Readers of the reference vectors in ../shared/golden, and of transformers' logits in golden_data.
 
-Each takes the `shared` folder (the fixture of that name) and returns cases under the project's
-names for things; `arrays` gives any part of policy_loss.npz as it is stored.
+Those of the first take the `shared` folder (the fixture of that name) and return cases under the
+project's names for things; `arrays` gives any part of policy_loss.npz as it is stored.
 """
 
 import functools
@@ -10,6 +10,7 @@ import pathlib
 import types
 
 import numpy as np
+from safetensors.numpy import save_file
 
 Case = types.SimpleNamespace  # `name` is the reference's
 REFERENCE_MODES = {"token_mean": "token-mean", "sequence_mean": "seq-mean-token-mean"}
@@ -40,7 +41,10 @@ def policy_loss_cases(shared: pathlib.Path) -> list[Case]:
             **_loss_inputs(stored),
             clip=dict(zip(CLIP, stored["in/clip"].tolist(), strict=True)),
             loss_RT=stored["mat64"],
-            aggregated=_losses_and_gradients(stored, "{}"),
+            aggregated={
+                mode: (float(stored[f"{theirs}/loss64"]), stored[f"{theirs}/grad64"])
+                for mode, theirs in REFERENCE_MODES.items()
+            },
             clip_fraction=float(stored["pg_clipfrac64"]),
             dual_clip_fraction=float(stored["pg_clipfrac_lower64"]),
             mean_log_ratio=-float(stored["ppo_kl64"]),
@@ -49,43 +53,18 @@ def policy_loss_cases(shared: pathlib.Path) -> list[Case]:
     ]
 
 
-def accumulation_cases(shared: pathlib.Path) -> list[Case]:
-    """Every `acc*` case: a mini-batch spread over ranks and micro-batches (rank_micro_R2).
-
-    Inputs as in `policy_loss_cases`; true and legacy: the loss and the reference's, as aggregated
-    there. Their clip settings are not stored; the config's reproduce the numbers.
-    """
-    return [
-        Case(
-            name=name,
-            **_loss_inputs(stored),
-            clip=dict(zip(CLIP, (0.2, 0.28, 10.0), strict=True)),
-            rank_micro_R2=stored["in/rank_micro"],
-            true=_losses_and_gradients(stored, "{}/global"),
-            legacy=_losses_and_gradients(stored, "{}/legacy"),
-        )
-        for name, stored in _cases(shared, "acc")
-    ]
-
-
 def advantage_cases(shared: pathlib.Path) -> list[Case]:
     """Every `grpo/*` case: reward_PG and advantage_PG of whole groups, both float32."""
-    cases = []
-    for name, stored in _cases(shared, "grpo/"):
+
+    def case(name, stored):
         # The stored rows of one group follow each other.
-        num_groups = len(np.unique(stored["in/group"]))
+        groups = (len(np.unique(stored["in/group"])), -1)
         first_token_R1 = stored["in/mask"].argmax(axis=1, keepdims=True)
         advantage_R1 = np.take_along_axis(stored["adv"], first_token_R1, axis=1)
-        reward_R = stored["in/token_level_rewards"].sum(axis=1)
-        groups = (num_groups, -1)
-        cases.append(
-            Case(
-                name=name,
-                reward_PG=reward_R.reshape(groups),
-                advantage_PG=advantage_R1.reshape(groups),
-            )
-        )
-    return cases
+        reward_PG = stored["in/token_level_rewards"].sum(axis=1).reshape(groups)
+        return Case(name=name, reward_PG=reward_PG, advantage_PG=advantage_R1.reshape(groups))
+
+    return [case(*it) for it in _cases(shared, "grpo/")]
 
 
 def overlong_cases(shared: pathlib.Path) -> list[Case]:
@@ -148,6 +127,35 @@ def _loss_inputs(stored: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {ours: stored[f"in/{theirs}"] for theirs, ours in names.items()}
 
 
-def _losses_and_gradients(stored, scope: str) -> dict[str, tuple[float, np.ndarray]]:
-    scopes = {mode: scope.format(reference) for mode, reference in REFERENCE_MODES.items()}
-    return {m: (float(stored[f"{of}/loss64"]), stored[f"{of}/grad64"]) for m, of in scopes.items()}
+# Models of transformers.
+
+FOLDER = pathlib.Path(__file__).parent / "golden_data"
+# The files of make_transformers_golden.py, and the models in each.
+GOLDEN = {
+    "qwen2": ("tied", "untied"),
+    "qwen2_yarn": ("tied",),
+    "qwen3": ("tied", "untied", "yarn"),
+    "qwen3_moe": ("normed", "plain"),
+    "llama": ("untied", "llama3"),
+    "gemma3": ("1b", "27b"),
+}
+MODELS = [f"{file}/{name}" for file, names in GOLDEN.items() for name in names]
+CASES = ("right_padded", "left_padded", "packed")
+
+
+def arrays_of(model: str) -> dict[str, np.ndarray]:
+    """The arrays of "file/model"."""
+    file, _, name = model.partition("/")
+    with np.load(FOLDER / f"{file}_transformers.npz") as arrays:
+        start = f"{name}/"
+        return {k.removeprefix(start): a for k, a in arrays.items() if k.startswith(start)}
+
+
+def directory(model: str, folder: pathlib.Path) -> pathlib.Path:
+    """The model's directory, in transformers' own names and config."""
+    arrays, start = arrays_of(model), "weights/"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(str(arrays["config"]))
+    weights = {k.removeprefix(start): a for k, a in arrays.items() if k.startswith(start)}
+    save_file(weights, folder / "model.safetensors")
+    return folder

@@ -29,30 +29,16 @@ from transformers import (
 FOLDER = pathlib.Path(__file__).parent / "golden_data"
 VOCAB = 96
 # Texts of a few tokens are as long as these models know, so that all kinds of angles occur.
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 100.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 100.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 256,
-}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0}
+YARN["original_max_position_embeddings"] = 256
 # Of Gemma 3's two kinds of layers, and those from 4B on.
 LOCAL = {"rope_type": "default", "rope_theta": 10.0}
-GEMMA3 = {
-    "sliding_attention": LOCAL,
-    "full_attention": {"rope_type": "default", "rope_theta": 100.0},
-}
-GEMMA3_LONG = {
-    "sliding_attention": LOCAL,
-    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 100.0},
-}
+FULL = {"rope_type": "default", "rope_theta": 100.0}
+GEMMA3 = {"sliding_attention": LOCAL, "full_attention": FULL}
+FULL_LONG = FULL | {"rope_type": "linear", "factor": 8.0}
+GEMMA3_LONG = {"sliding_attention": LOCAL, "full_attention": FULL_LONG}
 
 
 def small(kind, heads, head_dim, rope, *, tied, width=16, mlp=24, layers=2, eps=1e-6, **more):

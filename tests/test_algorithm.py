@@ -247,27 +247,6 @@ def test_golden_losses_gradients_and_clip_fractions(shared, dtype, tolerance):
                 assert_near(mean, getattr(case, name), tolerance, f"{case.name} {name}")
 
 
-@PRECISIONS
-@pytest.mark.parametrize("mode", golden.REFERENCE_MODES)
-def test_golden_accumulation_is_the_true_mean(shared, mode, dtype, tolerance):
-    """The reference's accumulation is not: it takes the mean of micro-batches' means."""
-    with jax.enable_x64(dtype == np.float64):
-        for case in golden.accumulation_cases(shared):
-            weight_RT = algorithm.token_weights(case.mask_RT, mode=mode)
-            total, gradient_RT = 0.0, np.zeros(weight_RT.shape, dtype)
-            for rank_micro in np.unique(case.rank_micro_R2, axis=0):
-                rows = np.flatnonzero((case.rank_micro_R2 == rank_micro).all(axis=1))
-                part = (array[rows] for array in (*inputs(case, dtype), weight_RT))
-                loss, gradient_RT[rows], _ = update(*part, case.clip)
-                total += float(loss)
-            (true_loss, true_RT), (_, legacy_RT) = case.true[mode], case.legacy[mode]
-            assert_near(total, true_loss, tolerance, case.name)
-            assert_near(gradient_RT, true_RT, tolerance, case.name)
-            if mode == "token_mean":
-                error = np.linalg.norm(legacy_RT - true_RT)
-                assert error > 0.15 * np.linalg.norm(true_RT), case.name
-
-
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_golden_group_advantages(shared, dtype):
     for case in golden.advantage_cases(shared):

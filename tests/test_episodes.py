@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import importlib.util
 import json
 import pathlib
 import random
@@ -14,22 +13,23 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import test_engine
-from ext_tasks.retry import Retry
-from processes import ROOT, ran
-from runs import SCHEDULE, rows_without_timings
-from test_engine import (
-    RUN_KEY,
+from byte_tokenizers import CHATML, bpe, load
+from engines import (
+    FEW,
+    ROOMY,
     SAMPLING,
     SMALL,
     build,
-    by_request,
     chosen,
-    jit_forward,
-    random_params,
+    same_bits,
+    sample_prompts,
+    teacher_forced,
 )
-from test_tokenizer import CHATML, bpe, load
-from test_train import programs_compiled_once, small_config  # noqa: F401  a fixture
+from ext_tasks.retry import Retry
+from processes import ROOT, ran
+from quick import random_params
+from runs import SCHEDULE, rows_without_timings
+from shared_programs import programs_compiled_once, small_config  # noqa: F401  a fixture
 from transformers import AutoTokenizer
 
 from dapo_jax import train
@@ -38,7 +38,7 @@ from dapo_jax.episodes import Answer, Environments
 from dapo_jax.logs.files import read_rollouts
 from dapo_jax.logs.record import rollout_rows, samples
 from dapo_jax.sampler import session as session_module
-from dapo_jax.sampler.session import LONG_ANSWER, Session, Stream
+from dapo_jax.sampler.session import LONG_ANSWER
 from dapo_jax.setup import checks
 from dapo_jax.tasks.base import graded, make_task
 from dapo_jax.tasks.datasets import load_dataset
@@ -72,18 +72,22 @@ QWEN3 = CHATML.replace(
 )
 
 
-def folder_of(template, special, tmp_path):
+def folder_of(template, special, tmp_path, **more):
     bpe(special=("<|endoftext|>", *special)).save(str(tmp_path / "tokenizer.json"))
-    config = {"chat_template": template, "eos_token": special[-1]}
+    config = {"chat_template": template, "eos_token": special[-1], **more}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     return tmp_path
+
+
+IM = ("<|im_start|>", "<|im_end|>")
+WHOLE = {"tokenize": True, "add_generation_prompt": True, "return_dict": False}
 
 
 @pytest.mark.parametrize(
     ("template", "special", "role"),
     [
-        (CHATML, ("<|im_start|>", "<|im_end|>"), "tool"),
-        (QWEN3, ("<|im_start|>", "<|im_end|>"), "tool"),
+        (CHATML, IM, "tool"),
+        (QWEN3, IM, "tool"),
         (LLAMA, ("<|begin|>", "<|start|>", "<|header|>", "<|eot|>"), "tool"),
         (GEMMA, ("<bos>", "<turn>", "<end>"), "user"),
         (MISTRAL, ("<s>", "[INST]", "[/INST]", "</s>"), "user"),
@@ -101,16 +105,10 @@ def test_prompt_turn_and_what_is_between_are_the_whole_conversation(
     answers = [{"role": "tool", "content": "higher"}]
     ours = [*tokenizer.encode_chat(asked), *turn, end, *tokenizer.between(answers, end)]
     whole = [*asked, {"role": "assistant", "content": "50"}, {"role": role, "content": "higher"}]
-    how = {"tokenize": True, "add_generation_prompt": True, "return_dict": False}
-    assert ours == library.apply_chat_template(whole, **how)
+    assert ours == library.apply_chat_template(whole, **WHOLE)
+    other = tokenizer.between(answers, 0)  # a turn that ended otherwise gets the template's end too
+    assert other == [end, *tokenizer.between(answers, end)]
     assert tokenizer.rewrites_turns() == (template is QWEN3)
-
-
-def test_a_turn_that_ended_otherwise_gets_the_templates_end_too(tmp_path):
-    tokenizer = load(folder_of(CHATML, ("<|im_start|>", "<|im_end|>"), tmp_path), chat="template")
-    end, other = 258, 256
-    behind = tokenizer.between([{"role": "user", "content": "x"}], end)
-    assert tokenizer.between([{"role": "user", "content": "x"}], other) == [end, *behind]
 
 
 def test_published_qwen_templates_are_continued(shared):
@@ -123,9 +121,8 @@ def test_published_qwen_templates_are_continued(shared):
     ours = tokenizer.encode_chat(asked, [schema])
     ours += [*tokenizer.encode(turn), 151645, *tokenizer.between(answers, 151645)]
     whole = [*asked, {"role": "assistant", "content": turn}, *answers]
-    how = {"tokenize": True, "add_generation_prompt": True, "return_dict": False}
     # <tool_call> is a token of its own in a template's text, and none in what is encoded plainly.
-    text = library.decode(library.apply_chat_template(whole, tools=[schema], **how))
+    text = library.decode(library.apply_chat_template(whole, tools=[schema], **WHOLE))
     assert library.decode(ours) == text
 
 
@@ -162,30 +159,21 @@ class Scripted:
             time.sleep(0.001)
 
 
-ROOMY = dataclasses.replace(
-    test_engine.ROOMY, slots=20, pages=90, max_response_tokens=40, turns=True
-)
-TIGHT = dataclasses.replace(ROOMY, slots=9, pages=14)
+SPARE = dataclasses.replace(ROOMY, slots=20, pages=90, max_response_tokens=40, turns=True)
+SCARCE = dataclasses.replace(SPARE, slots=9, pages=14)
 LONG = dataclasses.replace(SAMPLING, max_response_tokens=40)
-PROMPTS = {7: np.array([5]), 100: np.arange(10, 18), 0: np.arange(20, 29), 12: np.arange(40, 58)}
 
 
 def played(engine, params, environments):
-    session = Session(engine, params, Stream(RUN_KEY, LONG), environments=environments)
-    for cursor, prompt in PROMPTS.items():
-        session.submit(cursor, Prompt(prompt), group_size=5)
-    responses = {}
-    deadline = time.monotonic() + 20
-    while session.unfinished and time.monotonic() < deadline:
-        responses |= by_request(session.step())
-    return responses
+    how = {"prompts": FEW, "group_size": 5, "environments": environments}
+    return sample_prompts(engine, params, LONG, **how)[0]
 
 
 @pytest.fixture(scope="module", params=[LONG_ANSWER, 2])
 def reference(request):
     """With answers fed in the block, and those over two tokens computed together."""
     params = random_params(SMALL)[1]
-    engine, *rest = build(SMALL, ROOMY, params)
+    engine, *rest = build(SMALL, SPARE, params)
     with (
         mock.patch.object(session_module, "LONG_ANSWER", request.param),
         mock.patch.object(engine, "recompute", wraps=engine.recompute) as recompute,
@@ -194,49 +182,35 @@ def reference(request):
         assert recompute.called == (request.param == 2)
 
 
-@pytest.mark.parametrize(("cache", "shards"), [(ROOMY, 1), (TIGHT, 1), (ROOMY, 2), (TIGHT, 2)])
+@pytest.mark.parametrize(("cache", "shards"), [(SCARCE, 1), (SPARE, 2), (SCARCE, 2)])
 def test_an_episodes_bits_depend_on_no_schedule(cache, shards, reference):
     """Slow answers, few pages that preempt, and shards between which samples move."""
     params, expected = reference
     rng = np.random.default_rng(0)
-    found = played(
-        *build(SMALL, cache, params, shards=shards), Scripted(lambda: rng.exponential(0.02))
-    )
+    slow = Scripted(lambda: rng.exponential(0.02))
+    found = played(*build(SMALL, cache, params, shards=shards), slow)
     assert found.keys() == expected.keys() and len(expected) == 20
+    same_bits(found, expected)
     for request, response in found.items():
         other = expected[request]
-        assert np.array_equal(response.tokens_T, other.tokens_T), request
-        assert np.array_equal(response.behavior_logp_T, other.behavior_logp_T), request
         assert np.array_equal(response.sampled_T, other.sampled_T), request
         assert (response.stopped, response.measures) == (other.stopped, other.measures)
 
 
-def test_given_tokens_stand_where_the_environment_put_them(reference):
-    _, responses = reference
+def test_given_tokens_stand_where_the_environment_put_them_and_are_seen(reference):
+    """Each log-probability is that of the whole text, as one forward pass has it."""
+    params, responses = reference
     assert any(response.given_T is not None for response in responses.values())
-    for (cursor, _), response in responses.items():
-        given = np.flatnonzero(~response.sampled_T)
+    logits = teacher_forced((random_params(SMALL)[0], params), responses)
+    for (cursor, sample), response in responses.items():
+        given, sampled_T = np.flatnonzero(~response.sampled_T), response.sampled_T
         assert np.all(response.behavior_logp_T[given] == 0)
-        assert np.all(response.behavior_logp_T[response.sampled_T] != 0)
         for i in given[np.diff(given, prepend=-2) > 1]:
             assert response.tokens_T[i - 1] in SAMPLING.stop_ids  # a turn ended
             assert response.tokens_T[i : i + 2].tolist() == [3, 50 + cursor % 7]
         assert len(response.tokens_T) <= 40
-
-
-def test_a_sampled_token_sees_the_given_ones(reference):
-    """Each log-probability is that of the whole text, as one forward pass has it."""
-    params, responses = reference
-    tokens_RT = np.zeros((len(responses), 60), np.int32)
-    for row_T, ((cursor, _), response) in zip(tokens_RT, responses.items(), strict=True):
-        ids = np.append(PROMPTS[cursor], response.tokens_T)
-        row_T[: len(ids)] = ids
-    logits_RTV = np.asarray(jit_forward(random_params(SMALL)[0], params, tokens_RT))
-    for logits_TV, ((cursor, _), response) in zip(logits_RTV, responses.items(), strict=True):
-        logits_TV = logits_TV[len(PROMPTS[cursor]) - 1 :, : LONG.vocab_size] / LONG.temperature
-        logp_T = chosen(logits_TV[: len(response.tokens_T)], response.tokens_T)
-        gap_T = np.abs(response.behavior_logp_T - logp_T)[response.sampled_T]
-        assert gap_T.max() <= 1e-5
+        logp_T = chosen(logits[cursor, sample] / LONG.temperature, response.tokens_T)
+        assert np.abs(response.behavior_logp_T - logp_T)[sampled_T].max() <= 1e-5
 
 
 # Contracts.
@@ -253,8 +227,7 @@ class Tools:
         return f" for {secret} steps"
 
     def multiply(self, a: int, b: int) -> int:
-        """
-        Multiplies two numbers.
+        """Multiplies two numbers.
 
         Args:
             a: the first
@@ -264,8 +237,7 @@ class Tools:
         return a * b
 
     async def sleep(self, seconds: float) -> str:
-        """
-        Waits.
+        """Waits.
 
         Args:
             seconds: how long
@@ -274,8 +246,7 @@ class Tools:
         return "slept"
 
     def leave(self, code: int) -> str:
-        """
-        Ends the program.
+        """Ends the program.
 
         Args:
             code: its status
@@ -293,11 +264,8 @@ def call(name, **arguments):
 
 def test_a_class_of_trls_contract_is_played():
     factory = Factory("tools:Tools", Tools, seconds=0.3)
-    assert [schema["function"]["name"] for schema in factory.schemas()] == [
-        "leave",
-        "multiply",
-        "sleep",
-    ]
+    names = [schema["function"]["name"] for schema in factory.schemas()]
+    assert names == ["leave", "multiply", "sleep"]
     parameters = factory.schemas()[1]["function"]["parameters"]
     assert parameters["properties"]["a"] == {"type": "integer", "description": "the first"}
     assert factory.introduced(EXAMPLE).text == "Go for 7 steps"
@@ -339,12 +307,10 @@ def test_the_guides_environment_of_30_lines_works_as_it_is_written():
 
 
 def test_the_game_of_experiments_is_won_by_halving():
-    task = Guesses(count=20, split="test")
-    examples, _ = task.load()
+    examples, _ = Guesses(count=20, split="test").load()
     for example in examples:
-        episode = Episode(Factory("x:Guess", Guess, 1.0), example)
+        episode, answer = Episode(Factory("x:Guess", Guess, 1.0), example), "begin"
         low, high = map(int, re.findall(r"\d+", example.text))
-        answer = "begin"
         while answer:
             middle = (low + high) // 2
             answer = episode.answer(f"It is {middle}.")
@@ -358,7 +324,6 @@ class Drawn:
     """Stands for a game of textarena: it draws numbers from the module random at each move."""
 
     def reset(self, num_players, seed):
-        assert num_players == 1
         self.said, self.rewards = [(-1, f"{random.random()}", "PROMPT")], None
 
     def step(self, action):
@@ -375,39 +340,20 @@ class Drawn:
 
 
 def test_a_game_of_textarena_is_drawn_by_its_seed_alone(monkeypatch):
-    names = []
-    module = SimpleNamespace(make=lambda name: names.append(name) or Drawn())
-    monkeypatch.setitem(sys.modules, "textarena", module)
-    examples, other = (textarena.Games(count=3, split=it).load()[0] for it in ("train", "test"))
+    monkeypatch.setitem(sys.modules, "textarena", SimpleNamespace(make=lambda name: Drawn()))
+    examples, other = (textarena.Games(count=2, split=it).load()[0] for it in ("train", "test"))
     assert not {it.extra["seed"] for it in examples} & {it.extra["seed"] for it in other}
-    factory = Factory("x:Game", textarena.Game, 1.0)
     said = set()
-    for example in (examples[0], examples[1], examples[0]):
+    for example in (*examples, examples[0]):
         random.seed(7)
-        episode = Episode(factory, example)
+        episode = Episode(Factory("x:Game", textarena.Game, 1.0), example)
         (answer,) = episode.answer("on")
         said.add((episode.opening, answer["content"]))
-        assert "on" not in answer["content"]
-        assert (episode.verdict().correct, episode.verdict().score) == (False, -1.0)
-        found = random.random()
-        random.seed(7)
+        assert "on" not in answer["content"] and episode.verdict().score == -1.0
+        found, _ = random.random(), random.seed(7)
         assert found == random.random()  # the games leave nothing behind
-        assert episode.answer("0.75") == []
-        assert (episode.verdict().correct, episode.verdict().score) == (False, 0.5)
-    assert len(said) == 2 and names == ["GuessTheNumber-v0-raw"] * 3
-    assert Episode(factory, examples[0]).answer("1") == []
-
-
-@pytest.mark.skipif(not importlib.util.find_spec("textarena"), reason="textarena is not there")
-def test_textarenas_own_game_is_won_by_halving():
-    factory = Factory("x:Game", textarena.Game, 20.0)
-    for example in textarena.Games(count=20).load()[0]:
-        episode, low, high, answer = Episode(factory, example), 1, 20, "begin"
-        while answer:
-            middle = (low + high) // 2
-            answer = episode.answer(f"It is [{middle}].")
-            low, high = (middle + 1, high) if "higher" in str(answer) else (low, middle - 1)
-        assert episode.verdict().correct
+        assert episode.answer("0.75") == [] and episode.verdict().score == 0.5
+    assert len(said) == 2
 
 
 def test_the_forms_of_calls_are_read():
@@ -420,61 +366,45 @@ def test_the_forms_of_calls_are_read():
     assert wrong == "the arguments of f have to be an object"
 
 
-def test_a_models_own_form_of_calls_is_read_by_its_response_template(tmp_path):
-    """Qwen3.5's calls are no JSON; what its template finds no call in is read as the others are."""
-    folder = folder_of(CHATML, ("<|im_start|>", "<|im_end|>"), tmp_path)
-    content = {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"}
-    call_fields = {
-        "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
-        "close_pattern": r"</function>\s*</tool_call>",
-        "repeats": True,
-        "content": "xml-inline",
-        "content_args": content,
-        "transform": {
-            "type": "function",
-            "function": {"name": "{name}", "arguments": "{content}"},
-        },
-    }
-    fields = {"tool_calls": call_fields, "content": {"close": "<|im_end|>", "content": "text"}}
-    template = {"start_anchor": "<|im_start|>assistant\n", "fields": fields}
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps(config | {"response_template": template})
-    )
-    tokenizer = load(folder, chat="template")
-    given = "<parameter=a>\n6\n</parameter>\n<parameter=b>\n7\n</parameter>\n"
-    turn = f"So:\n<tool_call>\n<function=multiply>\n{given}</function>\n</tool_call>"
-    factory = Factory("x", Tools, 1.0)
-    (environment,) = Environments({"k": factory}, tokenizer, max_turns=2)._factories.values()
-    answers = Episode(environment, EXAMPLE).answer(turn * 2)
-    assert [answer["content"] for answer in answers] == ["42", "42"]
-    (answer,) = Episode(environment, EXAMPLE).answer("<tool_call>multiply")
-    assert answer["content"].startswith("Error: the call is no JSON")
+# Qwen3.5's calls are no JSON; the other's are.
+XML = {
+    "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+    "close_pattern": r"</function>\s*</tool_call>",
+    "repeats": True,
+    "content": "xml-inline",
+    "content_args": {
+        "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"
+    },
+    "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+}
+JSON = {"open": "<tool_call>", "close": "</tool_call>", "repeats": True, "content": "json"}
+JSON["transform"] = {"function": {"name": "{content.name}", "arguments": "{content.arguments}"}}
+GIVEN = "<parameter=a>\n6\n</parameter>\n<parameter=b>\n7\n</parameter>\n"
+CALL = f"So:\n<tool_call>\n<function=multiply>\n{GIVEN}</function>\n</tool_call>"
 
 
 @pytest.mark.parametrize(
-    ("turn", "said"),
+    ("calls", "turn", "said"),
     [
-        ('{"name": "multiply"', "the call is no JSON"),
-        ("3", 'a call has to be {"name"'),
+        (XML, CALL * 2, ["42", "42"]),
+        (XML, "<tool_call>multiply", ["Error: the call is no JSON"]),
+        (JSON, '<tool_call>{"name": "multiply"</tool_call>', ["Error: the call is no JSON"]),
+        (JSON, "<tool_call>3</tool_call>", ['Error: a call has to be {"name"']),
     ],
 )
-def test_a_broken_call_in_a_models_own_form_is_answered(turn, said, tmp_path):
-    """The library raises for it, which ended the run as an environment's failure."""
-    folder = folder_of(CHATML, ("<|im_start|>", "<|im_end|>"), tmp_path)
-    calls = {"open": "<tool_call>", "close": "</tool_call>", "repeats": True, "content": "json"}
-    calls["transform"] = {
-        "function": {"name": "{content.name}", "arguments": "{content.arguments}"}
-    }
+def test_a_models_own_form_of_calls_is_read_by_its_response_template(calls, turn, said, tmp_path):
+    """What it finds no call in is read as the others are.
+
+    The library raises for a broken one, which ended the run as an environment's failure.
+    """
     fields = {"tool_calls": calls, "content": {"close": "<|im_end|>", "content": "text"}}
-    tokenizer = load(folder, chat="template")
-    tokenizer._tokenizer.response_template = {
-        "start_anchor": "<|im_start|>assistant\n",
-        "fields": fields,
-    }
-    factory = dataclasses.replace(Factory("x", Tools, 1.0), reads=tokenizer.tool_calls)
-    (answer,) = Episode(factory, EXAMPLE).answer(f"<tool_call>{turn}</tool_call>")
-    assert answer["content"].startswith(f"Error: {said}")
+    template = {"start_anchor": "<|im_start|>assistant\n", "fields": fields}
+    folder = folder_of(CHATML, IM, tmp_path, response_template=template)
+    given = {"k": Factory("x", Tools, 1.0)}
+    running = Environments(given, load(folder, chat="template"), max_turns=2)
+    answers = Episode(*running._factories.values(), EXAMPLE).answer(turn)
+    assert len(answers) == len(said)
+    assert all(it["content"].startswith(text) for it, text in zip(answers, said, strict=True))
 
 
 class Multiply:
@@ -531,31 +461,6 @@ def test_stepped_contracts_are_played():
     assert episode.answer("stop") == [] and episode.verdict().score == 1.0
 
 
-SEVERAL = "gsm8k.multi_turn_env:GSM8kMultiTurnEnv"
-CODE = "<tool><python>7</python></tool>"  # it prints nothing, and the episode goes on
-
-
-@pytest.mark.skipif(not importlib.util.find_spec("skyrl_gym"), reason="skyrl-gym is not there")
-@pytest.mark.parametrize(
-    ("name", "columns", "turns", "reward"),
-    [
-        ("gsm8k.env:GSM8kEnv", {}, ["#### 7"], 1.0),
-        ("gsm8k.env:GSM8kEnv", {}, ["7"], 0.0),
-        (SEVERAL, {"max_turns": 4}, ["6", "#### 6", "#### 7"], 1.05),
-        ("aime.env:AIMEEnv", {"reward_model": {"ground_truth": "7"}}, ["Answer: 6"], -1.0),
-        ("searchcode.env:SearchCodeEnv", {"max_turns": 3}, [CODE, "hm", "<solution>#### 7"], 1.0),
-    ],
-)
-def test_skyrl_gyms_own_classes_are_played(name, columns, turns, reward):
-    factory = Factory.of("data.train", f"skyrl_gym.envs.{name}", 20.0)
-    columns = {"reward_spec": {"ground_truth": "7"}} | columns
-    episode = Episode(factory, dataclasses.replace(EXAMPLE, extra=columns))
-    *others, last = [episode.answer(turn) for turn in turns]
-    assert all(others) and last == []
-    assert episode.verdict().score == pytest.approx(reward)
-    episode.close()
-
-
 class Broken:
     """Fails in `step` so many times, or answers otherwise when it is asked again."""
 
@@ -586,56 +491,54 @@ class Letters:
         return [ord(letter) for message in messages for letter in message["content"]]
 
 
-def asked(running, texts):
+def asked(running, texts, room=100):
     """Plays turns, a letter each; returns the last answer."""
     prompt, tokens, given = Prompt(np.array([1]), EXAMPLE, "data.train"), [], []
     for text in texts:
         tokens += [ord(text), 0]
         given += [False, False]
         response = Response(np.array(tokens), np.zeros(len(tokens)), True, given_T=np.array(given))
-        running.ask((0, 0), 0, prompt, response, 100)
+        running.ask((0, 0), 0, prompt, response, room)
         ((_, answer),) = running.answers(wait=True)
         tokens += answer.tokens
         given += [True] * len(answer.tokens)
     return answer
 
 
+def plays(texts, failures=0, says=(), *, max_turns=3, room=100):
+    Broken.failures, Broken.says = failures, iter(says)
+    factories = {"data.train": Factory("x:Broken", Broken, 1.0)}
+    return asked(Environments(factories, Letters(), max_turns=max_turns), texts, room)
+
+
 @pytest.mark.parametrize(
     ("failures", "says", "message"),
     [
-        (2, (), ""),
         (3, (), r"rows, row 3: x:Broken failed: OSError: the server is gone\n  turn 1: 'a'\n  "),
         (1, ("first", "other", "third"), "answers .*third.* to a turn to which .*first.* before"),
     ],
 )
 def test_what_fails_outside_a_tool_is_no_wrong_answer(failures, says, message):
     """Made anew, it gets the turns again; three times, or another answer, end the run by name."""
-    Broken.failures, Broken.says = failures, iter(says)
-    running = Environments({"data.train": Factory("x:Broken", Broken, 1.0)}, Letters(), max_turns=3)
-    if not message:
-        assert asked(running, "abc").verdict.score == 1.0
-        return
+    assert plays("abc", failures=2).verdict.score == 1.0
     with pytest.raises(EnvironmentFailed, match=message):
-        asked(running, "abc")
+        plays("abc", failures, says)
 
 
 def test_a_thread_that_would_die_gives_an_answer(monkeypatch):
     """A tool's result that calls exit() where it is written as text: the run waited for ever."""
     monkeypatch.setattr(Letters, "between", lambda *_: sys.exit(3))
-    Broken.failures, Broken.says = 0, iter(())
-    running = Environments({"data.train": Factory("x:Broken", Broken, 1.0)}, Letters(), max_turns=3)
     with pytest.raises(EnvironmentFailed, match="rows, row 3: 3"):
-        asked(running, "ab")
+        plays("ab")
 
 
 def test_turns_are_limited_and_a_cut_one_is_rewarded_alone():
-    Broken.failures, Broken.says = 0, iter(())
-    running = Environments({"data.train": Factory("x:Broken", Broken, 1.0)}, Letters(), max_turns=2)
-    answer = asked(running, "ab")
+    answer = plays("ab", max_turns=2)
     assert answer.tokens == () and answer.measures["turns"] == 2
     assert answer.measures["environment_tokens"] == len("same")
     said = [tuple(turn.values()) for turn in answer.turns]
     assert said == [("assistant", "a"), ("environment", "same"), ("assistant", "b")]
+    assert not answer.is_cut and plays("a", room=len("same")).is_cut
 
 
 def test_a_task_grades_the_last_turn_where_there_is_no_reward():
@@ -662,15 +565,8 @@ def test_a_task_grades_the_last_turn_where_there_is_no_reward():
 
 
 TASK = {
-    "task": "arithmetic",
-    "kind": "",
-    "rules": "strict",
-    "on_bad_row": "error",
-    "levels": (1,),
-    "count": 1,
-    "seed": 0,
-    "split": "train",
-    "args": {},
+    **{"task": "arithmetic", "kind": "", "rules": "strict", "on_bad_row": "error", "levels": (1,)},
+    **{"count": 1, "seed": 0, "split": "train", "args": {}},
     **dict.fromkeys(("path", "prompt_field", "answer_field", "template"), ""),
 }
 
@@ -687,18 +583,15 @@ class Slow(Retry):
 
 
 def run(workdir, num_steps):
-    config = small_config()
-    settings = {
+    keys = {
         "num_steps": num_steps,
-        "rollout.max_response_tokens": 96,
-        "learner.row_tokens": 512,
+        **{"rollout.max_response_tokens": 96, "learner.row_tokens": 512},
         "data.train.environment": "tests.test_episodes:Slow",
         "eval.sets.arithmetic.environment": "tests.test_episodes:Retry",
-        "eval.every_steps": 1,
-        "checkpoint.every_steps": 1,
+        "eval.sets.arithmetic.count": 3,
+        **{"eval.every_steps": 1, "checkpoint.every_steps": 1},
     }
-    config.update_from_flattened_dict(settings)
-    train.train(config, workdir)
+    train.train(small_config(**keys), workdir)
     rows = rows_without_timings(workdir)
     return [{k: v for k, v in row.items() if not k.startswith(SCHEDULE)} for row in rows]
 
@@ -717,13 +610,13 @@ def test_a_run_of_episodes_resumes_bitwise_and_says_what_they_were(tmp_path):
         turns = int(row["measures"]["turns"])
         assert who == (*["assistant", "environment"] * (turns - 1), "assistant")
         assert set(said[1::2]) <= {"No. Again:"} and row["response"].startswith(said[0])
-    ask = ("-m", "dapo_jax.sample", f"--workdir={tmp_path / 'whole'}", "--prompt=7*8=")
-    assert "[8 tokens in" in ran(*ask, "--max_tokens=8", "--template=dapo").stderr
 
 
 @pytest.mark.slow
 def test_sample_prints_an_episode_turn_by_turn(tmp_path):
     run(tmp_path, 1)
+    ask = ("-m", "dapo_jax.sample", f"--workdir={tmp_path}", "--prompt=7*8=")
+    assert "[8 tokens in" in ran(*ask, "--max_tokens=8", "--template=dapo").stderr
     printed = ran(
         *("-m", "dapo_jax.sample", f"--workdir={tmp_path}", "--environment=retry:Retry"),
         *('--columns={"answer": "none"}', "--prompt=60-23+37", "--max_tokens=200"),
@@ -737,16 +630,15 @@ def test_sample_prints_an_episode_turn_by_turn(tmp_path):
 
 
 def test_a_changed_environment_is_another_run():
-    config = small_config()
-    config.data.train.environment = "tests.test_episodes:Slow"
+    config = small_config(**{"data.train.environment": "tests.test_episodes:Slow"})
     found = fingerprint.of_code(config)["data.train.environment"]
     code = pathlib.Path(__file__).read_bytes()
     assert found == {"tests.test_episodes": hashlib.sha256(code).hexdigest()[:32]}
 
 
 def test_episodes_do_not_go_on_in_the_next_step_yet():
-    config = small_config()
-    config.data.train.environment, config.rollout.partial_rollout_steps = "tests.x:Y", 1
+    keys = {"data.train.environment": "tests.x:Y", "rollout.partial_rollout_steps": 1}
+    config = small_config(**keys)
     with pytest.raises(ValueError, match="partial_rollout_steps = 1, but episodes end in the step"):
         checks.check(config)
 
@@ -755,18 +647,14 @@ def test_a_file_for_an_environment_has_columns_and_needs_no_answer(tmp_path):
     """Rows of one prompt are different episodes."""
     rows = [{"prompt": "Go", "secret": n} for n in (3, 4, 4)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = {"path": str(tmp_path / "rows.jsonl"), "environment": "tests.test_episodes:Tools"}
-    settings |= {"system": "", "max_prompts": 0}
+    settings = TASK | {"task": "", "path": str(tmp_path / "rows.jsonl"), "system": ""}
+    settings |= {"environment": "tests.test_episodes:Tools", "max_prompts": 0}
     tokenizer = Letters()
     tokenizer.rewrites_turns = lambda: True
     tokenizer.encode_chat = lambda messages, tools=(): [ord(it) for it in messages[0]["content"]]
-    loaded = load_dataset(
-        "data.train", TASK | {"task": ""} | settings, tokenizer, max_prompt_tokens=99
-    )
-    assert [tokenizer.decode(p.token_ids) for p in loaded.prompts] == [
-        "Go for 3 steps",
-        "Go for 4 steps",
-    ]
+    loaded = load_dataset("data.train", settings, tokenizer, max_prompt_tokens=99)
+    texts = [tokenizer.decode(p.token_ids) for p in loaded.prompts]
+    assert texts == ["Go for 3 steps", "Go for 4 steps"]
     assert [p.example.extra["secret"] for p in loaded.prompts] == [3, 4]
     no_tools, rewritten = loaded.report.lines()[-2:]
     assert "shows no tools" in no_tools and "rewrites earlier turns" in rewritten

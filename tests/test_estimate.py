@@ -118,9 +118,8 @@ def test_a_mesh_covers_the_topology_or_is_refused(topology, settings, shape):
 
 def seconds_of(*given, **how):
     """Runs the command on a small recipe: {part: (low, high)}, and what it says."""
-    small = ["num_prompts=8", "group_size=4", "generation_prompts=8", "max_response_tokens=256"]
-    settings = [*(f"rollout.{it}" for it in small), "algo.overlong_cache_tokens=64"]
-    flags = [f"--config.{it}" for it in settings]
+    small = ("num_prompts=8", "group_size=4", "generation_prompts=8", "max_response_tokens=256")
+    flags = [*(f"--config.rollout.{it}" for it in small), "--config.algo.overlong_cache_tokens=64"]
     command = ("-m", "experiments.preflight.estimate", "--config=configs/qwen2_5_0_5b.py")
     done = ran(*command, "--topology=v5e:2x2", *flags, *given, **how)
     lines = re.findall(r"^(\w+) +([\d.]+) +([\d.]+)$", done.stdout, re.M)

@@ -3,27 +3,35 @@
 import dataclasses
 import functools
 import itertools
-import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from engines import (
+    FEW,
+    GROUPS,
+    OF_FEW,
+    SCARCE,
+    SPARE,
+    TIGHT,
+    build,
+    interrupted,
+    programs,
+    same_bits,
+    sample_groups,
+    sample_prompts,
+    step,
+)
 from flax import nnx
+from golden import directory
+from quick import jit, random_params
 from safetensors.numpy import load_file
-from test_engine import GROUPS, TIGHT, build, same_bits, sample_groups
-from test_parity import directory
-from test_partial_rollouts import PROMPTS, ROOMY, interrupted, whole
-from test_partial_rollouts import TIGHT as PREEMPTING
 
-from configs import base
 from dapo_jax import learner
-from dapo_jax.checkpoints.progress import Progress
 from dapo_jax.convert import convert
 from dapo_jax.process import hosts
-from dapo_jax.sampler import cache as cache_module
 from dapo_jax.sampler import plan
-from dapo_jax.setup import components
 from models.hf import load_params
 from models.hf_config import load_config
 from models.kernels import KERNELS
@@ -34,28 +42,13 @@ from models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeLayer
 from models.transformer import abstract_params, causal_mask
 from sharding import rules
 from sharding.mesh import make_mesh
-from tests import sampled_step
-from tests.quick import jit, random_params
 
-SMALL = Qwen3MoeConfig(
-    64,
-    32,
-    48,
-    2,
-    4,
-    2,
-    8,
-    True,
-    num_experts=6,
-    experts_per_token=2,
-    expert_width=24,
-    norm_topk=True,
-)
+EXPERTS = {"num_experts": 6, "experts_per_token": 2, "expert_width": 24, "norm_topk": True}
+SMALL = Qwen3MoeConfig(64, 32, 48, 2, 4, 2, 8, True, **EXPERTS)
 WIDE = dataclasses.replace(
     SMALL, vocab_size=512, width=64, num_heads=8, head_dim=32, num_experts=8, expert_width=96
 )
-TARGETS = {"lora_targets": ("q", "k", "v", "o")}
-GOLDEN = "qwen3_moe/normed"  # test_parity.py's, of 6 experts
+GOLDEN = "qwen3_moe/normed"  # of 6 experts
 
 
 def feed_forward(layer, h_BTD, routes=None):
@@ -73,15 +66,9 @@ def out_of(layer, h_BTD, routes):
 
 def expected(layer, h_BTD, chosen_BTA, norm_topk):
     """The same, token by token and expert by expert."""
-    logits_BTX = h_BTD @ layer.router_DX[...]
-    prob_BTX = jax.nn.softmax(logits_BTX, axis=-1)
-    out = []
-    for h_D, prob_X, chosen_A in zip(
-        h_BTD.reshape(-1, h_BTD.shape[-1]),
-        prob_BTX.reshape(-1, prob_BTX.shape[-1]),
-        chosen_BTA.reshape(-1, chosen_BTA.shape[-1]),
-        strict=True,
-    ):
+    prob_BTX = jax.nn.softmax(h_BTD @ layer.router_DX[...], axis=-1)
+    out, given = [], (h_BTD, prob_BTX, chosen_BTA)
+    for h_D, prob_X, chosen_A in zip(*(a.reshape(-1, a.shape[-1]) for a in given), strict=True):
         of_experts = [
             (jax.nn.silu(h_D @ layer.gate_EDY[e]) * (h_D @ layer.up_EDY[e])) @ layer.down_EYD[e]
             for e in chosen_A.tolist()
@@ -99,7 +86,7 @@ def test_outputs_and_gradients_equal_the_definition(norm_topk):
     layer = Qwen3MoeLayer(config, key=jax.random.key(0))
     for name in ("router_DX", "gate_EDY", "up_EDY", "down_EYD"):
         getattr(layer, name)[...] = 10 * getattr(layer, name)[...]
-    h_BTD = jax.random.normal(jax.random.key(1), (2, 5, 32))
+    h_BTD = jax.random.normal(jax.random.key(1), (2, 2, 32))
     _, chosen_BTA = feed_forward(layer, h_BTD)
     top_BTA = jax.lax.top_k(h_BTD @ layer.router_DX[...], 2)[1]
     np.testing.assert_array_equal(chosen_BTA, top_BTA)
@@ -107,15 +94,19 @@ def test_outputs_and_gradients_equal_the_definition(norm_topk):
     graph, state = jax.tree.flatten(layer)[1], jax.tree.leaves(layer)
 
     def scalar(leaves, h_BTD, run):
-        return jnp.sum(jnp.sin(run(jax.tree.unflatten(graph, leaves), h_BTD)))
+        out_BTD = run(jax.tree.unflatten(graph, leaves), h_BTD)
+        return jnp.sum(jnp.sin(out_BTD)), out_BTD
+
+    both = jit(jax.value_and_grad(scalar, argnums=(0, 1), has_aux=True), static_argnums=2)
 
     for routes in (None, given_BTA):
         used_BTA = np.asarray(chosen_BTA if routes is None else routes)
         ours = functools.partial(out_of, routes=routes)
         theirs = functools.partial(expected, chosen_BTA=used_BTA, norm_topk=norm_topk)
-        np.testing.assert_allclose(ours(layer, h_BTD), theirs(layer, h_BTD), atol=2e-5)
-        gradients = jit(jax.grad(scalar, argnums=(0, 1)), static_argnums=2)
-        found, wanted = (gradients(state, h_BTD, run) for run in (ours, theirs))
+        ((_, out), found), ((_, expected_out), wanted) = (
+            both(state, h_BTD, run) for run in (ours, theirs)
+        )
+        np.testing.assert_allclose(out, expected_out, atol=2e-5)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), found, wanted)
         assert np.abs(jax.tree.unflatten(graph, found[0]).router_DX[...]).max() > 1e-3
 
@@ -145,19 +136,9 @@ def test_files_of_both_layouts_hold_the_same_model(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, whole, split)
 
 
-def test_a_stack_of_another_shape_is_refused(tmp_path):
-    folder = directory(GOLDEN, tmp_path)
-    raw = json.loads((folder / "config.json").read_text()) | {"num_local_experts": 5}
-    (folder / "config.json").write_text(json.dumps(raw))
-    config = load_config(folder)
-    with pytest.raises(ValueError, match=r"missing: .*mlp.experts.0.gate_proj"):
-        load_params(folder, config, dtype="float32")
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_neighbours_change_no_bit_and_no_route(dtype):
+def test_neighbours_change_no_bit_and_no_route():
     """Tokens are sorted by expert with all others of a batch, and a tight cache restarts some."""
-    params = jax.tree.map(lambda a: a.astype(dtype), random_params(WIDE)[1])
+    params = jax.tree.map(lambda a: a.astype("bfloat16"), random_params(WIDE)[1])
     how = {"parts": ((1 / 2, 1), (1, 1)), "decode_options": KERNELS["cpu"].decode_options}
     engine, params = build(WIDE, TIGHT, params, **how)
     together, _ = sample_groups(engine, params, GROUPS)
@@ -192,15 +173,14 @@ def chosen(graph, params, tokens_BT):
     return model.hidden(tokens_BT, position_BT, lambda q, k, v: attention(q, k, v, mask_BTS))[1]
 
 
-@pytest.mark.parametrize("cache", [ROOMY, PREEMPTING], ids=["roomy", "tight"])
-@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize(("cache", "shards"), [(SPARE, 1), (SCARCE, 2)], ids=["spare", "scarce"])
 def test_routes_are_those_that_the_sampler_took(small, cache, shards, monkeypatch):
     """Prompts' too; samples are preempted, recomputed and moved, and go on over a step's end."""
     monkeypatch.setattr(plan, "BALANCE_SLACK", -1.0)  # shards take samples of others
     engine, sampled = build(SMALL, cache, small[1], shards=shards)
-    uninterrupted = whole(engine, sampled)
+    uninterrupted, _ = sample_prompts(engine, sampled, **OF_FEW)
     expected = {
-        (cursor, i): chosen_by(small, PROMPTS[cursor], response)
+        (cursor, i): chosen_by(small, FEW[cursor], response)
         for (cursor, i), response in uninterrupted.items()
     }
     assert len({route.tobytes() for route in expected.values()}) > 10
@@ -215,7 +195,7 @@ def test_routes_are_those_that_the_sampler_took(small, cache, shards, monkeypatc
 @pytest.mark.parametrize("keeps", [False, True])
 def test_an_earlier_policys_tokens_keep_their_routes(small, keeps):
     """Newer weights compute their keys and values again, and choose other experts by themselves."""
-    engine, params = build(SMALL, ROOMY, small[1])
+    engine, params = build(SMALL, SPARE, small[1])
     later = params | {
         "layers": tuple(it | {"router_XD": -it["router_XD"]} for it in params["layers"])
     }
@@ -224,16 +204,11 @@ def test_an_earlier_policys_tokens_keep_their_routes(small, keeps):
     begun = {(it.cursor, i): of for it in partial for i, of in enumerate(it.responses)}
     for (cursor, i), before in begun.items():
         if n := len(before.tokens_T):
-            of_prompt = len(PROMPTS[cursor]) - 1
+            of_prompt = len(FEW[cursor]) - 1
             after = responses[cursor, i].route_TLA[of_prompt:]
             np.testing.assert_array_equal(after[:n], before.route_TLA[of_prompt:])
             kept += len(after) > n
     assert kept > 3
-    described = json.loads(json.dumps(Progress(partial=partial).to_json()))
-    for it, there in zip(partial, Progress.from_json(described).partial, strict=True):
-        for response, other in zip(it.responses, there.responses, strict=True):
-            np.testing.assert_array_equal(response.route_TLA, other.route_TLA)
-            assert getattr(response.route_TLA, "dtype", "uint8") == "uint8"
 
 
 # Routes that are replayed.
@@ -249,9 +224,8 @@ def updates(folder, *changes, mesh=(1, 2), **algo):
     mesh = {"data": mesh[0], "model": mesh[1]}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "jit", jit)
-        patch.setattr(cache_module, "PARTS", ((1, 1),))
-        built = sampled_step.programs("qwen3_moe", folder, mesh=mesh, algo=algo)
-        before, groups, state, metrics = sampled_step.step(built)
+        built = programs("qwen3_moe", folder, mesh=mesh, algo=algo)
+        before, groups, state, metrics = step(built)
         found = [(state, metrics)]
         advantage_PG = np.tile(np.float32([1, -1, 1, -1]), (len(groups), 1))
         for change in changes:
@@ -299,13 +273,10 @@ def test_an_update_of_experts_over_devices_equals_one_devices(folder):
 
 
 def test_lora_leaves_experts_and_router_alone(folder):
-    config = base.get_config()
-    config.model.family, config.model.path = "qwen3_moe", str(folder)
-    config.rollout.max_response_tokens, config.rollout.max_prompt_tokens = 20, 17
-    config.learner.lora_rank = 2
     message = r"lora_targets has gate, up, down, which model_type .qwen3_moe. .* q, k, v, o"
     with pytest.raises(ValueError, match=message):
-        components.programs(config, 61)
-    built = sampled_step.programs("qwen3_moe", folder, learner={"lora_rank": 2, **TARGETS})
+        programs("qwen3_moe", folder, lora_rank=2)
+    lora = {"lora_rank": 2, "lora_targets": ("q", "k", "v", "o")}
+    built = programs("qwen3_moe", folder, learner=lora)
     names = {name.partition("_")[0] for name in built.state.params["layers"]}
     assert names == set("qkvo")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tokenizers
 from flax import nnx
+from quick import jit, random_params
 from safetensors.numpy import load_file, save_file
 
 from configs import tiny
@@ -19,12 +20,9 @@ from dapo_jax.setup import components
 from models import gemma3, load_hf, save_hf
 from models.hf_config import config_of, load_config
 from models.kernels.packed import packed_attention
-from models.kernels.xla import NearPages, PageTable
 from models.precision import Weights
 from models.rope import LinearScaling
 from models.transformer import hidden_layer_by_layer, split, unstack, windowed
-from tests.paged import make_case, sees_a_window
-from tests.quick import jit, random_params
 
 TYPES = ("sliding_attention", "full_attention", "sliding_attention")
 SMALL = gemma3.Gemma3Config(
@@ -66,19 +64,14 @@ def test_a_scan_over_the_layers_keeps_their_order(remat):
     def scanned(config):
         model = nnx.merge(graph, params)
         model.config = config
-        run = jit(lambda: model.hidden(tokens_BT, position_BT, attend, remat=remat))
-        return run()[0]
+        return jit(lambda: model.hidden(tokens_BT, position_BT, attend, remat=remat))()[0]
 
     def seeing(window):
         return lambda *qkv: (attend(*qkv, window=window), None)
 
     attends = [seeing(kind.window) for kind in SMALL.kinds]
-    how = {"axis": None}
-    one_by_one, *_ = jit(
-        lambda: hidden_layer_by_layer(
-            unstack(params), SMALL, tokens_BT, position_BT, attends, **how
-        )
-    )()
+    given = (unstack(params), SMALL, tokens_BT, position_BT, attends)
+    one_by_one, *_ = jit(lambda: hidden_layer_by_layer(*given, axis=None))()
     np.testing.assert_allclose(scanned(SMALL), one_by_one, atol=2e-5)
     other = dataclasses.replace(SMALL, windows=(None, 6, 6))
     assert np.abs(scanned(other) - one_by_one).max() > 0.1
@@ -101,34 +94,12 @@ def test_embeddings_are_multiplied_by_the_rounded_root_of_the_width():
         np.testing.assert_allclose(x_BTD, expected_BTD.astype(dtype), rtol=1e-6)
 
 
-def near_pages(q_BNH, recent, recent_tokens_B, *given, window, interpret):
-    """Attends as the kernels do, by plain XLA; what is dead in its pages has to be finite."""
-    del interpret
-    prompt_pool, pool, page_BX, prompt_tokens_B, tokens_B = given
-    filled_B1 = -(-prompt_tokens_B // pool[1].shape[2])[:, None]
-    place_BX = jnp.minimum(filled_B1 + jnp.arange(page_BX.shape[1]), page_BX.shape[1] - 1)
-    response_BX = jnp.take_along_axis(page_BX, place_BX, axis=1)
-    table = PageTable(page_BX, response_BX, prompt_tokens_B, tokens_B, None)
-    pools = ([jnp.nan_to_num(a, nan=9.0) for a in pool] for pool in (prompt_pool, pool))
-    return NearPages(*pools, table, window=window).attend(q_BNH, recent, recent_tokens_B)
-
-
-@pytest.mark.parametrize("window", [1, 7, 16, 33])
-def test_plain_xla_gathers_the_pages_that_a_window_sees(window):
-    run = jit(near_pages, static_argnames=("window", "interpret"))
-    sees_a_window(make_case(run, heads=6, kv_heads=2, head_dim=16, page_tokens=16), window)
-
-
 # Of the published directories' config.json; what is not there is transformers' default.
 PUBLISHED = {
     "4b": {"hidden_size": 2_560, "intermediate_size": 10_240, "num_hidden_layers": 34},
     "27b": {
-        "hidden_size": 5_376,
-        "intermediate_size": 21_504,
-        "num_hidden_layers": 62,
-        "head_dim": 128,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 16,
+        **{"hidden_size": 5_376, "intermediate_size": 21_504, "num_hidden_layers": 62},
+        **{"head_dim": 128, "num_attention_heads": 32, "num_key_value_heads": 16},
         "query_pre_attn_scalar": 168,
     },
 }
@@ -158,14 +129,8 @@ def test_what_is_not_computed_is_refused(changes, named):
 
 
 # Gemma's control tokens where its tokenizer has them, and the 256 bytes at the other ids.
-CONTROL = {
-    0: "<pad>",
-    1: "<eos>",
-    2: "<bos>",
-    3: "<unk>",
-    105: "<start_of_turn>",
-    106: "<end_of_turn>",
-}
+CONTROL = {0: "<pad>", 1: "<eos>", 2: "<bos>", 3: "<unk>"}
+CONTROL |= {105: "<start_of_turn>", 106: "<end_of_turn>"}
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<start_of_turn>"
     "{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<end_of_turn>\n"
@@ -229,17 +194,17 @@ def test_an_instruct_directory_is_sampled_and_trained(folder, tmp_path, monkeypa
     monkeypatch.setattr(cache, "PARTS", ((1, 1),))  # one program for decoding
     monkeypatch.setattr(jax, "jit", jit)
     config = tiny.get_config()
-    config.model.path, config.model.preset, config.model.family = str(folder), "", "gemma3_text"
-    config.tokenizer.chat, config.num_steps, config.updates_per_step = "template", 1, 1
-    config.data.train.count = 100
-    config.rollout.num_prompts, config.rollout.group_size = 2, 4
-    config.rollout.generation_prompts = 2
-    config.rollout.max_prompt_tokens, config.rollout.max_response_tokens = 400, 160
-    config.rollout.page_tokens = 32
-    config.algo.dynamic_sampling, config.algo.overlong_cache_tokens = False, 160
-    config.learner.row_tokens, config.learner.micro_batch_rows = 1_024, 2
-    config.eval.every_steps = 0
-    config.mesh.data, config.mesh.model = 2, 2
+    settings = {
+        **{"model.path": str(folder), "model.preset": "", "model.family": "gemma3_text"},
+        **{"tokenizer.chat": "template", "num_steps": 1, "updates_per_step": 1},
+        **{"data.train.count": 100, "rollout.num_prompts": 2, "rollout.group_size": 4},
+        **{"rollout.generation_prompts": 2, "rollout.page_tokens": 32},
+        **{"rollout.max_prompt_tokens": 400, "rollout.max_response_tokens": 160},
+        **{"algo.dynamic_sampling": False, "algo.overlong_cache_tokens": 160},
+        **{"learner.row_tokens": 1_024, "learner.micro_batch_rows": 2, "eval.every_steps": 0},
+        **{"mesh.data": 2, "mesh.model": 2},
+    }
+    config.update_from_flattened_dict(settings)
     assert components.tokenizer(config).stop_ids == (106, 1)
     train.train(config, tmp_path / "run")
     (row,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())

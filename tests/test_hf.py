@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import quick
 from processes import ran
 from safetensors.numpy import load_file, save_file
 
@@ -21,21 +22,15 @@ from models.rope import Llama3Scaling, YarnScaling
 from models.transformer import abstract_params, split
 from sharding import rules
 from sharding.mesh import make_mesh
-from tests import quick
 
 # Every size differs, and head_dim is not width / heads, so that no wrong reshape goes unseen.
 TIED = Qwen2Config(64, 24, 40, 3, 4, 2, 8, True, rope_theta=1e4, rms_norm_eps=1e-5)
 UNTIED = dataclasses.replace(TIED, tie_embeddings=False)
-SHARD_BYTES = 10_000
+SHARD_BYTES, WEIGHTS = 10_000, "model.safetensors"
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
 OF_YARN = {"rope_scaling": YarnScaling(4.0, 32_768)}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8_192,
-}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8_192}
+LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
 def random_params(config):
@@ -62,7 +57,7 @@ def edit_config(folder, **changes):
 
 
 def edit_weights(folder, edit):
-    file = folder / "model.safetensors"
+    file = folder / WEIGHTS
     tensors = load_file(file)
     edit(tensors)
     save_file(tensors, file)
@@ -98,17 +93,6 @@ def test_float32_round_trip_is_bitwise(tmp_path, config, max_shard_bytes):
     shards = list(tmp_path.glob("*.safetensors"))
     assert (len(shards) == 1) == (max_shard_bytes == 10**9)
     assert all("lm_head.weight" not in load_file(s) for s in shards) == config.tie_embeddings
-
-
-def test_bfloat16_files_hold_the_rounded_values(tmp_path):
-    params = random_params(UNTIED)
-    save_hf(params, UNTIED, tmp_path, dtype="bfloat16", max_shard_bytes=SHARD_BYTES)
-    rounded = jax.tree.map(lambda a: a.astype(jnp.bfloat16), params)
-    assert_same(split(load_hf(tmp_path, dtype="bfloat16"))[1], rounded)
-    as_float32 = split(load_hf(tmp_path))[1]
-    assert_same(as_float32, jax.tree.map(lambda a: a.astype(np.float32), rounded))
-    assert {leaf.dtype for leaf in jax.tree.leaves(as_float32)} == {np.dtype("float32")}
-    assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
 def test_parameters_load_in_pieces_onto_a_mesh_and_leave_it(tmp_path, monkeypatch, bytes_read):
@@ -184,10 +168,7 @@ def test_configs_of_older_and_newer_transformers_are_read(folder, changes, expec
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
         ({"rope_theta": 0}, "rope_theta is 0"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn needs original_max_position"),
-        (
-            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-            "(no scaling), 'llama3', 'yarn'",
-        ),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "(no scaling), 'llama3', 'yarn'"),
         ({"rope_scaling": YARN | {"mscale": 0.7}}, "mscale is not computed"),
         ({"rope_scaling": YARN | {"type": "llama3"}}, "rope_scaling is "),
         ({"rope_scaling": YARN | {"factor": float("nan")}}, "factor must be a positive number"),
@@ -225,14 +206,16 @@ def test_missing_unexpected_misshaped_and_wrong_tensors_are_all_named(folder):
     edit_weights(folder, damage)
     with pytest.raises(ValueError, match="5 tensors do not fit") as error:
         load_hf(folder)
-    message = str(error.value)
-    assert str(folder) in message
-    assert "missing: model.norm.weight (24,)" in message
-    assert "missing: model.layers.2.self_attn.k_proj.bias (16,)" in message
-    assert "unexpected: model.layers.3.mlp.up_proj.weight (2, 2)" in message
-    assert "mis-shaped: lm_head.weight is (63, 24)" in message
-    assert "must be (64, 24)" in message
-    assert "wrong dtype: model.embed_tokens.weight is I8" in message
+    for said in (
+        f"{folder}",
+        "missing: model.norm.weight (24,)",
+        "missing: model.layers.2.self_attn.k_proj.bias (16,)",
+        "unexpected: model.layers.3.mlp.up_proj.weight (2, 2)",
+        "mis-shaped: lm_head.weight is (63, 24)",
+        "must be (64, 24)",
+        "wrong dtype: model.embed_tokens.weight is I8",
+    ):
+        assert said in str(error.value)
 
 
 def test_buffers_of_older_checkpoints_are_ignored_and_other_tensors_not(tmp_path):
@@ -264,29 +247,29 @@ def test_tied_head_may_be_stored_if_it_equals_the_embedding(tmp_path):
         load_hf(tmp_path)
 
 
-def test_missing_directory_and_files_are_named(folder, tmp_path):
-    with pytest.raises(FileNotFoundError, match="nowhere is not a directory"):
-        load_hf(tmp_path / "nowhere")
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(FileNotFoundError, match=r"it holds config.json, pytorch_model.bin"):
-        load_hf(folder)
-    (folder / "config.json").unlink()
-    with pytest.raises(FileNotFoundError, match=r"has no config.json"):
-        load_hf(folder)
-
-
-@pytest.mark.parametrize("text", ["{", "[1]", "\xff"], ids=["cut", "array", "bytes"])
-def test_a_broken_config_file_is_named(folder, text):
-    (folder / "config.json").write_bytes(text.encode("latin1"))
-    with pytest.raises(ValueError, match=r"config.json (is not JSON|holds a JSON list)"):
-        load_hf(folder)
-
-
-@pytest.mark.parametrize("keep", [0, 100, -1], ids=lambda n: f"{n}_bytes")
-def test_a_truncated_weights_file_is_named(folder, keep):
-    file = folder / "model.safetensors"
+def cut(file, keep):
     file.write_bytes(file.read_bytes()[:keep])
-    with pytest.raises(ValueError, match=rf"{file} \(\d+ bytes\) is no whole"):
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "message"),
+    [
+        ("config.json", lambda it: it.unlink(), "has no config.json"),
+        ("config.json", lambda it: it.write_text("{"), "config.json is not JSON"),
+        ("config.json", lambda it: it.write_text("[1]"), "config.json holds a JSON list"),
+        ("config.json", lambda it: it.write_bytes(b"\xff"), "config.json is not JSON"),
+        (WEIGHTS, lambda it: it.rename(it.with_name("x.bin")), r"it holds config.json, x.bin"),
+        *(
+            (WEIGHTS, lambda it, n=n: cut(it, n), r"\(\d+ bytes\) is no whole")
+            for n in (0, 100, -1)
+        ),
+    ],
+)
+def test_files_that_are_missing_or_broken_are_named(folder, file, damage, message):
+    with pytest.raises(FileNotFoundError, match="nowhere is not a directory"):
+        load_hf(folder / "nowhere")
+    damage(folder / file)
+    with pytest.raises((FileNotFoundError, ValueError), match=message):
         load_hf(folder)
 
 
@@ -337,6 +320,7 @@ def test_convert_keeps_tokenizer_and_config_and_rounds_the_weights(tmp_path):
     convert(f"hf:{start}", f"hf:{tmp_path / 'half'}", dtype="bfloat16")
     half = load_params(tmp_path / "half", UNTIED, dtype="bfloat16")
     assert_same(half, jax.tree.map(lambda a: a.astype(jnp.bfloat16), params))
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
 def test_convert_refuses_numbers_that_are_not_finite(folder, tmp_path):

@@ -95,25 +95,25 @@ def test_values_loss_and_gradients_equal_those_of_the_whole_softmax(mesh, T, hea
 @pytest.mark.parametrize("head_loss", [head_loss, head_loss_of_rows])
 def test_an_entropy_bonus_has_the_gradient_of_the_whole_softmaxs_entropy(head_loss):
     """Its weight is of each token; rows and vocabulary lie over several devices."""
-    x_BTD, head_DV, target_BT, weight_BT = inputs(2 * CHUNK + 3)
+    *given, target_BT, weight_BT = inputs(2 * CHUNK + 3)
     how = SETTINGS | {"mesh": make_mesh(data=2, model=2, devices=jax.devices()[:4])}
 
     def bonus(tokens):
         return -0.3 * tokens["weight"] ** 2
 
-    def chunked_loss(x_BTD, head_DV):
-        tokens = {"weight": weight_BT}
-        how["entropy_weight"] = bonus
-        return head_loss(x_BTD, head_DV, target_BT, tokens, token_loss, **how)[0]
+    def chunked_loss(*given):
+        given = *given, target_BT, {"weight": weight_BT}, token_loss
+        return head_loss(*given, entropy_weight=bonus, **how)[0]
 
-    def whole_loss(x_BTD, head_DV):
-        _, (loss, _, entropy_BT, _) = whole(x_BTD, head_DV, target_BT, weight_BT)
+    def whole_loss(*given):
+        _, (loss, _, entropy_BT, _) = whole(*given, target_BT, weight_BT)
         return loss + jnp.sum(bonus({"weight": weight_BT}) * entropy_BT)
 
-    loss, gradient = jit(jax.value_and_grad(chunked_loss, argnums=(0, 1)))(x_BTD, head_DV)
-    expected = jit(jax.value_and_grad(whole_loss, argnums=(0, 1)))(x_BTD, head_DV)
-    np.testing.assert_allclose(loss, expected[0], rtol=1e-5)
-    for got, want in zip(gradient, expected[1], strict=True):
+    found, expected = (
+        jit(jax.value_and_grad(loss, argnums=(0, 1)))(*given) for loss in (chunked_loss, whole_loss)
+    )
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
+    for got, want in zip(found[1], expected[1], strict=True):
         np.testing.assert_allclose(got, want, atol=1e-4, rtol=1e-5)
 
 

@@ -13,6 +13,7 @@ import pytest
 import safetensors.numpy
 from flax import nnx
 from quick import jit
+from updates import LEARNING, SMALL, batch_of, long_tailed, random_weights
 
 from configs import tiny
 from dapo_jax import convert, learner
@@ -26,9 +27,7 @@ from models.lora import MATRICES, Lora, adapted, beside, factors, init_adapters
 from models.precision import Weights
 from models.transformer import abstract_params, hidden_layer_by_layer, unstack
 from sharding.mesh import make_mesh
-from tests.test_learner import LEARNING, SMALL, batch_of, data, params
 
-__all__ = ["data", "params"]  # fixtures
 LORA = Lora(rank=3, alpha=6.0, targets=tuple(MATRICES))
 add = jit(adapted, static_argnames="scale")
 
@@ -63,9 +62,13 @@ def jitted_gradient(lora, *, data=1, model=1):
 
 
 @pytest.fixture(scope="module")
-def micro(data):
-    batch = batch_of(data)
-    return jax.tree.map(lambda rows: rows[0], dataclasses.replace(batch, num_micro=None))
+def params():
+    return random_weights()
+
+
+@pytest.fixture(scope="module")
+def micro():
+    return learner.micro_batch(batch_of(long_tailed()), 0)
 
 
 def test_fresh_adapters_change_nothing(params):
@@ -151,7 +154,7 @@ def test_a_small_update_is_not_rounded_away_in_bfloat16(params, by_sampler, monk
     queries, of_heads = [], SMALL.layer.of_heads
 
     def seen(layer, q_BTNH, *others):
-        queries.append(q_BTNH)
+        jax.debug.callback(queries.append, q_BTNH, ordered=True)
         return of_heads(layer, q_BTNH, *others)
 
     monkeypatch.setattr(SMALL.layer, "of_heads", seen)
@@ -161,8 +164,8 @@ def test_a_small_update_is_not_rounded_away_in_bfloat16(params, by_sampler, monk
         """The first layer's, whose inputs no adapter has touched; B is a part of what it was."""
         shrunk = {name: a if name.endswith("R") else part * a for name, a in adapters.items()}
         queries.clear()
-        with jax.disable_jit():
-            hidden_states(params, {"layers": shrunk}, dtype=dtype, by_sampler=by_sampler)
+        hidden_states(params, {"layers": shrunk}, dtype=dtype, by_sampler=by_sampler)
+        jax.effects_barrier()
         return queries[0]
 
     (low, low_start), (exact, exact_start) = (
@@ -170,12 +173,6 @@ def test_a_small_update_is_not_rounded_away_in_bfloat16(params, by_sampler, monk
     )
     error = np.linalg.norm((low - low_start) - (exact - exact_start))
     assert error < 0.02 * np.linalg.norm(exact - exact_start)
-
-
-def lora_config():
-    config = tiny.get_config()
-    config.learner.lora_rank, config.learner.lora_alpha = 3, 6.0
-    return config
 
 
 def test_four_devices_take_the_update_of_one(params, micro):
@@ -188,81 +185,78 @@ def test_four_devices_take_the_update_of_one(params, micro):
         np.testing.assert_allclose(got, one[name], atol=1e-5 * np.abs(one[name]).max())
 
 
-@pytest.fixture
-def run(tmp_path):
-    """A run's folder after a step: (config, programs, adapters, checkpoints)."""
-    config = lora_config()
-    config.model.path = str(shutil.copytree(config.model.path, tmp_path / "base"))
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run after a step: (its folder, config, programs, adapters, checkpoints)."""
+    config, folder = tiny.get_config(), tmp_path_factory.mktemp("lora")
+    config.learner.lora_rank, config.learner.lora_alpha = 3, 6.0
+    config.model.path = str(shutil.copytree(config.model.path, folder / "base"))
     programs = components.programs(config, 384)
     adapters = random_adapters(programs.learning.lora, config=programs.sizes)
     state = learner.init_state(jax.tree.map(jnp.asarray, adapters), programs.learning)
-    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep=1)
-    prompts = types.SimpleNamespace(
-        train=Mixture({"data.train": types.SimpleNamespace(prompts=[])}, {"data.train": 1.0}),
-        eval_sets={},
-    )
+    checkpoints = Checkpoints(folder / "checkpoints", keep=1)
+    train = Mixture({"data.train": types.SimpleNamespace(prompts=[])}, {"data.train": 1.0})
+    prompts = types.SimpleNamespace(train=train, eval_sets={})
     checkpoints.fingerprint = fingerprint.of_run(config, prompts)
     checkpoints.save(1, state, {"cursor": 0})
-    (tmp_path / "run" / "config.json").write_text(config.to_json_best_effort())
-    return config, programs, adapters, checkpoints
+    (folder / "config.json").write_text(config.to_json_best_effort())
+    return folder, config, programs, adapters, checkpoints
 
 
-def test_a_run_is_exported_with_its_factors_added(run, tmp_path):
-    """transformers reads W + scale * A B; nothing of LoRA is left to know about."""
-    config, programs, adapters, _ = run
-    convert.convert(f"run:{tmp_path / 'run'}", f"hf:{tmp_path / 'hf'}", dtype="float32")
+def test_a_run_is_exported_with_its_factors_added_or_beside_as_peft_names_them(run, tmp_path):
+    """transformers reads W + scale * A B; nothing of LoRA is left to know about.
+
+    PEFT multiplies by lora_A [R, in], then by lora_B [out, R], and by lora_alpha / r.
+    """
+    folder, config, programs, adapters, _ = run
+    for kind in ("hf", "peft"):
+        convert.convert(f"run:{folder}", f"{kind}:{tmp_path / kind}", dtype="float32")
     exported = hf.load_params(tmp_path / "hf", programs.sizes, dtype="float32")
     start = hf.load_params(config.model.path, programs.sizes, dtype="float32")
     np.testing.assert_array_equal(exported["embed_VD"], start["embed_VD"])
-    for target in MATRICES:
-        w, a, b = factors(target)
-        a, b = adapters["layers"][a], adapters["layers"][b]
-        expected = by_hand(start["layers"][w], a, b, 2.0)
-        np.testing.assert_allclose(exported["layers"][w], expected, atol=1e-5)
-
-
-def test_a_runs_factors_are_exported_as_peft_names_them(run, tmp_path):
-    """PEFT multiplies by lora_A [R, in], then by lora_B [out, R], and by lora_alpha / r."""
-    config, programs, adapters, _ = run
-    convert.convert(f"run:{tmp_path / 'run'}", f"peft:{tmp_path / 'peft'}", dtype="float32")
     content = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
     assert content["base_model_name_or_path"] == config.model.path
     assert (content["r"], content["lora_alpha"], content["peft_type"]) == (3, 6.0, "LORA")
     assert content["target_modules"] == sorted(f"{target}_proj" for target in MATRICES)
     tensors = safetensors.numpy.load_file(tmp_path / "peft" / "adapter_model.safetensors")
     assert len(tensors) == 2 * len(MATRICES) * programs.sizes.num_layers
-    start = hf.load_params(config.model.path, programs.sizes, dtype="float32")["layers"]
     layer = programs.sizes.num_layers - 1
-    for target, block in (("q", "self_attn"), ("o", "self_attn"), ("down", "mlp")):
+    for target in MATRICES:
+        w, a, b = factors(target)
+        factor = (adapters["layers"][a], adapters["layers"][b])
+        expected = by_hand(start["layers"][w], *factor, 2.0)
+        np.testing.assert_allclose(exported["layers"][w], expected, atol=1e-5)
+        block = "mlp" if target in ("gate", "up", "down") else "self_attn"
         name = f"base_model.model.model.layers.{layer}.{block}.{target}_proj"
         A, B = (tensors[f"{name}.lora_{factor}.weight"] for factor in "AB")
-        w, a, b = factors(target)
-        summed = by_hand(start[w], adapters["layers"][a], adapters["layers"][b], 2.0)[layer]
-        merged = start[w][layer].reshape(len(A.T), -1).T + 2.0 * B @ A
-        np.testing.assert_allclose(merged.T, summed.reshape(len(A.T), -1), atol=1e-5)
+        merged = start["layers"][w][layer].reshape(len(A.T), -1).T + 2.0 * B @ A
+        np.testing.assert_allclose(merged.T, expected[layer].reshape(len(A.T), -1), atol=1e-5)
     with pytest.raises(ValueError, match="only a run has factors"):
         convert.convert(f"hf:{config.model.path}", f"peft:{tmp_path / 'x'}", dtype="float32")
 
 
-@pytest.mark.parametrize("changed", ["model.safetensors", "config.json"])
-def test_a_start_model_that_has_changed_is_refused(run, tmp_path, changed):
+def test_a_start_model_that_has_changed_is_refused(run, tmp_path):
     """LoRA's factors were added to whatever model.path held by then.
 
     A resume refuses it; `convert`, `evaluate` and `sample` compared the config alone, so they
     exported and scored another model. The policy of step 0 is the start model of any run.
     """
-    config, programs, _, checkpoints = run
+    folder, config, programs, _, checkpoints = run
     for step in (None, 0):
         policy.restored(programs, checkpoints, step)
-
-    file = tmp_path / "base" / changed
-    if changed == "config.json":
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"rope_theta": 5e5}))
-    else:
-        file.write_bytes(file.read_bytes()[:-4] + b"\0\0\0\0")
-    message = rf"checkpoint 1 in .* began with another model: model\.path: {changed} differs"
-    for step in (None, 0):
+    changes = {
+        "model.safetensors": lambda data: data[:-4] + b"\0\0\0\0",
+        "config.json": lambda data: json.dumps(json.loads(data) | {"rope_theta": 5e5}).encode(),
+    }
+    for name, changed in changes.items():
+        file = folder / "base" / name
+        before = file.read_bytes()
+        file.write_bytes(changed(before))
+        message = rf"checkpoint 1 in .* began with another model: model\.path: {name} differs"
+        other = components.programs(config, 384)
+        for step in (None, 0):
+            with pytest.raises(ValueError, match=message):
+                policy.restored(other, checkpoints, step)
         with pytest.raises(ValueError, match=message):
-            policy.restored(components.programs(config, 384), checkpoints, step)
-    with pytest.raises(ValueError, match=message):
-        convert.convert(f"run:{tmp_path / 'run'}", f"hf:{tmp_path / 'hf'}", dtype="float32")
+            convert.convert(f"run:{folder}", f"hf:{tmp_path / 'hf'}", dtype="float32")
+        file.write_bytes(before)

@@ -36,7 +36,7 @@ def learning_of(preset: str = "", **changes) -> learner.Learning:
     return components.learning(config, 60, KERNELS["cpu"])
 
 
-def token_of(ratio, advantage, *, branch=None, on_policy=True, marked=None):
+def token_of(ratio, advantage, *, branch=None):
     """(logp, token) of [1, T] tokens, each sampled with probability 1/e; branch 0 is a prompt's."""
     shape = (1, len(ratio))
     branch_BT = np.arange(1, shape[1] + 1)[None] if branch is None else np.array([branch])
@@ -48,8 +48,8 @@ def token_of(ratio, advantage, *, branch=None, on_policy=True, marked=None):
         "weight_BT": np.ones(shape, np.float32),
         "is_response_BT": branch_BT > 0,
         "branch_BT": branch_BT,
-        "is_on_policy_BT": (branch_BT > 0) & np.broadcast_to(on_policy, shape),
-        "is_high_cov_BT": marked,
+        "is_on_policy_BT": branch_BT > 0,
+        "is_high_cov_BT": None,
     }
     token = Batch(**zeros | given, num_micro=None)
     return np.log(np.array([ratio], np.float32)) - 1, token
@@ -115,20 +115,6 @@ def test_each_policy_loss_by_hand(changes, slope, held_at):
     # -r A is its own slope in log r, and that of -weight A log pi is what weighs log pi.
     expected_T = slope_T * logp[0] if "cispo" in changes.values() else slope_T
     np.testing.assert_allclose(loss_T[slope_T != 0], expected_T[slope_T != 0], rtol=1e-5)
-
-
-def test_kl_cov_penalises_the_marked_tokens_alone_by_hand():
-    """-r A, and beta |log r| at marked tokens: its slope is beta times the sign of log r."""
-    ratio, advantage = [0.5, 8.0, 1.0, 0.5, 8.0], [2.0, 2.0, 2.0, -2.0, -2.0]
-    marked = np.array([[True, True, True, True, False]])
-    logp, token = token_of(ratio, advantage, marked=marked)
-    learning = learning_of("kl_cov", kl_cov_coef=0.25)
-    loss_T, slope_T, held = loss_and_slope(logp, token, learning)
-    log2, log8 = math.log(2), math.log(8)
-    expected = [-1 + log2 / 4, -16 + log8 / 4, -2, 1 + log2 / 4, 16]
-    np.testing.assert_allclose(loss_T, expected, rtol=1e-5)
-    np.testing.assert_allclose(slope_T, [-1.25, -15.75, -2, 0.75, 16], rtol=1e-5)
-    assert places(held) == {}
 
 
 def test_by_the_learners_old_logprobs_a_token_weighs_learner_over_sampler():
@@ -287,8 +273,14 @@ def slopes_by_hand(preset: str) -> list[np.ndarray]:
     return [of_response(i) for i in range(R)]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("preset", base.LOSS_PRESETS)
+@pytest.mark.parametrize(
+    ("preset", "layout"),
+    [
+        *((preset, "packed") for preset in base.LOSS_PRESETS),
+        # Those whose loss of a token depends on others.
+        *((preset, other) for preset in ("gspo", "scalerl") for other in [*LAYOUTS][1:]),
+    ],
+)
 def test_a_preset_has_its_papers_gradient_in_every_layout(preset, layout):
     learning = dataclasses.replace(learning_of(preset), update_responses=8, **LAYOUTS[layout])
     found, by_hand = slopes(learning), slopes_by_hand(preset)

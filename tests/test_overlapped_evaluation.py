@@ -9,7 +9,7 @@ import weakref
 import numpy as np
 import pytest
 from runs import SCHEDULE, Killed, contents, digests, responses, rows_without_timings
-from test_train import STEPS, programs_compiled_once, small_config  # noqa: F401  a fixture
+from shared_programs import STEPS, programs_compiled_once, small_config  # noqa: F401  a fixture
 
 from configs import base
 from dapo_jax import train

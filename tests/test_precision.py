@@ -15,11 +15,14 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from engines import SAMPLING, programs
+from quick import jit
+from updates import LEARNING, first_moment
 
 from dapo_jax import learner
 from dapo_jax.learner import init_state, make_batch
 from dapo_jax.process import hosts
-from dapo_jax.sampler import cache, engine
+from dapo_jax.sampler import engine
 from dapo_jax.setup import components
 from dapo_jax.types import Batch, Group, Prompt, Response
 from models.kernels import splash_tpu
@@ -30,9 +33,6 @@ from models.qwen2 import PRESETS, Qwen2Config
 from models.transformer import abstract_params
 from sharding import rules
 from sharding.mesh import make_mesh
-from tests.quick import jit
-from tests.sampled_step import SAMPLING, programs
-from tests.test_learner import LEARNING
 
 # Without clips, where a ratio near a bound rounds to either side of it, and in float32 too.
 SMOOTH = dataclasses.replace(
@@ -69,23 +69,17 @@ def zipf_batch(sizes: Qwen2Config, *, tokens: int, rows: int, micro_batch_rows: 
         Group(i, Prompt(ids_T[:8], None), (Response(ids_T[8:], behavior, True),))
         for i, ids_T in enumerate(ids_RT)
     ]
-    how = dataclasses.replace(
-        SMOOTH,
-        overlong_filtering=False,
-        row_tokens=tokens // rows,
-        row_lengths=1,
-        micro_batch_rows=micro_batch_rows,
-        update_responses=rows,
-    )
+    sizes = {"row_tokens": tokens // rows, "row_lengths": 1, "update_responses": rows}
+    sizes |= {"micro_batch_rows": micro_batch_rows, "overlong_filtering": False}
+    how = dataclasses.replace(SMOOTH, **sizes)
     return make_batch(groups, rng.normal(1, 0.5, (R, 1)).astype(np.float32), how)
 
 
 def gradients(params, start_weights, batch: Batch, learning, *, sizes, mesh=(1, 1, 1)):
     """Computes the gradient that `update` takes: Adam's first moment is (1 - b1) times it."""
     slices, data, ways = mesh
-    mesh = make_mesh(
-        slices=slices, data=data, model=ways, devices=jax.devices()[: slices * data * ways]
-    )
+    devices = jax.devices()[: slices * data * ways]
+    mesh = make_mesh(slices=slices, data=data, model=ways, devices=devices)
     shardings = rules.param_shardings(mesh, param_axes(params), params, rules.LEARNER)
     state = init_state(params, learning)
     state_shardings = learner.shardings_like_params(state, shardings, rules.replicated(mesh))
@@ -99,11 +93,7 @@ def gradients(params, start_weights, batch: Batch, learning, *, sizes, mesh=(1, 
         state, start_weights, hosts.place(batch, learner.batch_shardings(mesh)), 1e-3
     )
     assert metrics["taken"]
-    return jax.device_get(jax.tree.map(lambda m: m / (1 - learning.adam_b1), _moment(state)))
-
-
-def _moment(state):
-    return state.opt_state[1][0].mu
+    return jax.device_get(jax.tree.map(lambda m: m / (1 - learning.adam_b1), first_moment(state)))
 
 
 def errors(actual, expected) -> dict[str, float]:
@@ -160,26 +150,12 @@ def test_every_gradient_in_bfloat16_is_float32s_to_rounding():
 
 
 @pytest.mark.slow
-def test_every_gradient_over_devices_and_micro_batches_is_float32s_to_rounding():
+@pytest.mark.parametrize("lora", [None, Lora(rank=4, alpha=8.0, targets=tuple(MATRICES))])
+def test_every_gradient_over_devices_and_of_factors_is_float32s_to_rounding(lora):
     """Over 1, 2 and 4 devices each error was the same to four digits, over 8 to 0.002."""
-    sizes = model(vocabulary=2_048, width=32, layers=2, tied=False)
+    sizes = model(vocabulary=2_048, width=32, layers=2, tied=bool(lora))
     batch = zipf_batch(sizes, tokens=16_384, rows=16, micro_batch_rows=8)
-    check(sizes, batch, mesh=(1, 2, 2), micro_batches=2)
-
-
-@pytest.mark.slow
-def test_the_factors_gradients_in_bfloat16_are_float32s_to_rounding():
-    sizes = model(vocabulary=1_024, width=16, layers=2, tied=True)
-    lora = Lora(rank=4, alpha=8.0, targets=tuple(MATRICES))
-    check(sizes, zipf_batch(sizes, tokens=16_384, rows=8, micro_batch_rows=8), lora=lora)
-
-
-def micro_batch(rows: int) -> Batch:
-    """Stands for so many rows of 128 tokens."""
-    fields = Batch.row_fields().items()
-    return Batch(
-        **{name: jax.ShapeDtypeStruct((rows, 128), dtype) for name, dtype in fields}, num_micro=None
-    )
+    check(sizes, batch, mesh=(1, 1, 1) if lora else (1, 2, 2), micro_batches=2, lora=lora)
 
 
 SUMS = ("dot_general", "reduce_sum", "scatter-add", "psum", "reduce_scatter", "add_any")
@@ -214,7 +190,9 @@ def test_what_devices_add_up_is_float32(tied):
     mesh = make_mesh(data=2, model=1, devices=jax.devices()[:2])
     half = dataclasses.replace(SMOOTH, compute_dtype="bfloat16")
     loss = functools.partial(learner.micro_batch_loss, graph=graph, mesh=mesh, learning=half)
-    batch = micro_batch(4)
+    fields = Batch.row_fields().items()
+    arrays = {name: jax.ShapeDtypeStruct((4, 128), dtype) for name, dtype in fields}
+    batch = Batch(**arrays, num_micro=None)
     jaxpr = jax.make_jaxpr(jax.grad(loss, has_aux=True))(params, None, batch)
     shapes = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -258,7 +236,6 @@ def test_float32_is_float32_and_a_gpu_adds_up_in_one_order(monkeypatch, case):
     made, (platform, kernels, dtype) = [], case.split()
     is_float32, whole = dtype == "float32", (jax.lax.Precision.HIGHEST,) * 2
     monkeypatch.setitem(PRESETS, "tiny", model(vocabulary=98, width=128, layers=1, tied=True))
-    monkeypatch.setattr(cache, "PARTS", ((1, 1),))  # one program for decoding
     for module in (components, engine):
         monkeypatch.setattr(module, "platform_of", lambda mesh: platform)
     monkeypatch.setattr(splash_tpu, "cores", lambda interpret: 2)  # of a TPU that is not there
@@ -298,6 +275,7 @@ def test_a_spread_weight_rounds_as_it_did_and_lies_anywhere_between():
 
 @pytest.mark.parametrize(("dtype", "rank"), [("float32", 0), ("bfloat16", 4), ("bfloat16", 0)])
 def test_a_start_is_spread_in_bfloat16_alone(monkeypatch, dtype, rank):
+    monkeypatch.setattr(jax, "jit", jit)
     monkeypatch.setitem(PRESETS, "tiny", model(vocabulary=98, width=32, layers=1, tied=True))
     changes = {"model": {"preset": "tiny", "compute_dtype": dtype}}
     built = programs("qwen2", "", lora_rank=rank, **changes)

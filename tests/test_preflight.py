@@ -14,13 +14,7 @@ from dapo_jax.preflight import __main__ as preflight
 from dapo_jax.preflight import compile as compiling
 from dapo_jax.preflight import examine
 from dapo_jax.preflight.chips import GIB, chip_of
-from dapo_jax.preflight.compile import (
-    LIBTPU,
-    DoesNotFit,
-    Program,
-    compiled,
-    topology_devices,
-)
+from dapo_jax.preflight.compile import LIBTPU, DoesNotFit, Program, compiled, topology_devices
 from dapo_jax.setup import components
 from dapo_jax.setup.dry_run import device_bytes
 from models.qwen2 import PRESETS, Qwen2Config
@@ -127,13 +121,17 @@ def test_the_exit_status_says_whether_it_fits(monkeypatch, capsys, gib, status, 
     assert out.endswith("it fits\n") == (status == 0)
 
 
+def built_with(**settings):
+    config = base.get_config()
+    config.update_from_flattened_dict({"model.preset": "tiny", **settings})
+    vocab_size = components.model_sizes(config).vocab_size
+    return components.programs(config, vocab_size, devices=jax.devices()[:1])
+
+
 @pytest.mark.parametrize("setting", [{"learner.lora_rank": 4}, {"algo.kl_coef": 0.1}])
 def test_start_weights_are_counted_while_sampling(setting):
     """Preflight counted LoRA's and the KL term's in the update alone: a too large cache fitted."""
-    config = base.get_config()
-    config.update_from_flattened_dict({"model.preset": "tiny", **setting})
-    vocab_size = components.model_sizes(config).vocab_size
-    built = components.programs(config, vocab_size, devices=jax.devices()[:1])
+    built = built_with(**setting)
     held = built.start_weights, built.state
     start_weights, state = map(device_bytes, held)
     programs = {"decode": Program(0, 3), "update": Program(state + start_weights + 7, 5)}
@@ -145,14 +143,12 @@ def test_start_weights_are_counted_while_sampling(setting):
 
 def test_the_pass_of_old_logprobs_is_compiled_and_counted(monkeypatch):
     """With algo.old_logprobs = learner a program that runs in each step was in no memory."""
-    config = base.get_config()
-    config.update_from_flattened_dict({"model.preset": "tiny", "algo.old_logprobs": "learner"})
-    vocab_size = components.model_sizes(config).vocab_size
-    built = components.programs(config, vocab_size, devices=jax.devices()[:1])
+    built = built_with(**{"algo.old_logprobs": "learner"})
     monkeypatch.setattr(type(built), "lower_update", lambda *_: None)
     monkeypatch.setattr(type(built), "lower_old_logprobs", lambda _, row_tokens: row_tokens)
     monkeypatch.setattr(type(built.engine), "lower", lambda *_: {})
-    assert compiling.lowered_programs(built)["old_logprobs"] == config.learner.row_tokens
+    row_tokens = built.config.learner.row_tokens
+    assert compiling.lowered_programs(built)["old_logprobs"] == row_tokens
     params = device_bytes(built.state.params)
     (phase,) = examine.memory_phases(built, {"old_logprobs": Program(params + 7, 5)})
     assert phase.parts["batch"] == 7 and phase.total == device_bytes(built.state) + 7 + 5

@@ -17,9 +17,9 @@ import time
 
 import jax
 import pytest
+from bucket import bucket, flip, folders
 from processes import ROOT, free_port, ran, started, wait_for
 from runs import SCHEDULE, responses, rows_without_timings
-from test_bucket import bucket, flip, folders
 
 from dapo_jax.cli import command
 from dapo_jax.convert import convert

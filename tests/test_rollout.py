@@ -1,11 +1,6 @@
-"""Dynamic sampling (Eq. 11) runs as a stream over scripted responses.
-
-`ScriptedSession` stands in for the sampler's `Session`: the real scheduler, and responses of
-scripted lengths and correctness in place of a model.
-"""
+"""Dynamic sampling (Eq. 11) and partial rollouts run as a stream over scripted responses."""
 
 import dataclasses
-import functools
 import itertools
 import threading
 import time
@@ -13,194 +8,27 @@ import time
 import golden
 import numpy as np
 import pytest
+from scripted import (
+    G,
+    Script,
+    ScriptedSession,
+    cursors,
+    kept_cursors,
+    long_tailed_script,
+    plan_of,
+    prompt_at,
+    run,
+    script,
+    scripted_grade,
+    steps,
+)
 
 from dapo_jax.grading import _GRADER, Grading
-from dapo_jax.rollout import StepPlan, collect
-from dapo_jax.sampler.cache import Cache
-from dapo_jax.sampler.scheduler import Scheduler
-from dapo_jax.types import BlockRecord, Example, Group, Prompt, Response, Rollouts, Verdict
+from dapo_jax.logs import metrics
+from dapo_jax.rollout import StepPlan, collect, continued
+from dapo_jax.types import PartialGroup, Response
 
-G = 4
-
-
-@dataclasses.dataclass(frozen=True)
-class Script:
-    """A script fixes the responses to come: correct_PG, and length_PG in tokens."""
-
-    correct_PG: np.ndarray
-    length_PG: np.ndarray
-
-    @functools.cached_property
-    def informative(self) -> list[int]:
-        """Lists the cursors of the groups of which some, but not all, are correct."""
-        return [p for p, correct_G in enumerate(self.correct_PG) if len(set(correct_G)) == 2]
-
-
-def script(num_correct_P, *, length_tokens=3) -> Script:
-    """Scripts so many correct ones of each prompt's G responses, of one length or of P."""
-    correct_PG = np.arange(G) < np.asarray(num_correct_P)[:, None]
-    length_P1 = np.broadcast_to(length_tokens, len(correct_PG))[:, None]
-    return Script(correct_PG, np.broadcast_to(length_P1, correct_PG.shape))
-
-
-def long_tailed_script(seed: int, *, prompts: int) -> Script:
-    """Scripts log-normal lengths: wrong responses are longer, those of medium prompts longest."""
-    rng = np.random.default_rng(seed)
-    chance_P1 = rng.beta(0.5, 0.5, (prompts, 1))  # of a correct response
-    correct_PG = rng.random((prompts, G)) < chance_P1
-    medium_P1 = 4 * chance_P1 * (1 - chance_P1)
-    log_length_PG = rng.normal(1.5 + 1.5 * medium_P1 + 0.7 * ~correct_PG, 0.8)
-    return Script(correct_PG, 1 + np.exp(log_length_PG).astype(int))
-
-
-def prompt_at(cursor: int) -> Prompt:
-    return Prompt(np.array([cursor + 1], np.int32), Example((), "7", "script", cursor))
-
-
-class ScriptedSession:
-    """A real Scheduler behind a Session's methods, with scripted lengths and a roomy cache.
-
-    `calls` is all that was asked of it, in order; a step also has what each slot sampled and which
-    groups it finished. others: lengths of groups of stream 1, which are there from the beginning;
-    they have the script's last cursors.
-    """
-
-    def __init__(self, script: Script, *, slots: int, block_tokens: int, others=()):
-        self.blocks: list[BlockRecord] = []
-        self.seconds = {"prefill": 1.0, "decode": 2.0, "host": 3.0}
-        self.prefilled_prompts = 0
-        self.calls: list[tuple] = []
-        self._script = script
-        longest = int(script.length_PG.max())
-        cache = Cache(
-            slots=slots,
-            pages=3 * slots + 2,
-            prompt_pages=len(script.length_PG) + len(others) + 1,
-            readers=G,
-            page_tokens=-(-longest // block_tokens) * block_tokens,
-            block_tokens=block_tokens,
-            max_prompt_tokens=2,
-            max_response_tokens=longest,
-            partial_rollouts=True,
-        )
-        self._scheduler = Scheduler(cache, shards=1)
-        self._names: list[tuple[int, int]] = []
-        for cursor, lengths in enumerate(others, start=len(script.length_PG) - len(others)):
-            self._scheduler.submit(len(self._names), 2, np.minimum(lengths, longest).tolist())
-            self._names.append((1, cursor))
-
-    def submit(self, cursor, prompt, *, group_size, keeps=False, first_tokens=()) -> None:
-        """first_tokens: of samples that began before, as the scheduler takes them."""
-        assert prompt.token_ids.tolist() == [cursor + 1]
-        self.calls.append(("submit", cursor))
-        lengths = self._script.length_PG[cursor, :group_size].tolist()
-        how = {"first_tokens": first_tokens, "keeps": keeps}
-        self._scheduler.submit(len(self._names), 2, lengths, **how)
-        self._names.append((0, cursor))
-
-    def cancel(self, cursor: int) -> None:
-        self.calls.append(("cancel", cursor))
-        self._scheduler.cancel(self._names.index((0, cursor)))
-
-    @property
-    def unfinished(self) -> list[tuple[int, int]]:
-        return [self._names[number] for number in self._scheduler.unfinished]
-
-    @property
-    def slots(self) -> int:
-        return self._scheduler.cache.slots
-
-    @property
-    def idle_slots(self) -> int:
-        return self._scheduler.idle_slots
-
-    def step(self, *, more: bool = False) -> list[Group]:
-        plan = self._scheduler.next_block(more=more)
-        self.prefilled_prompts += sum(np.sum(call.group_R >= 0) for call in plan.prefills)
-        used_N = np.minimum(plan.left_N, self._scheduler.cache.block_tokens)
-        useful_B, stream_B = np.zeros((2, self._scheduler.cache.slots), int)
-        useful_B[plan.slot_N] = used_N
-        stream_B[plan.slot_N] = [self._names[number][0] for number in plan.group_N]
-        before = set(self.unfinished)
-        self._scheduler.complete(used_N, np.zeros(len(used_N), bool))
-        finished = sorted(before - set(self.unfinished))
-        self.calls.append(("step", *useful_B.tolist(), *(cursor for _, cursor in finished)))
-        steps = int(useful_B.max())
-        columns = (stream_B, *[useful_B] * 3)
-        self.blocks.append(BlockRecord(steps, *columns, plan.waiting, plan.cache_use))
-        return [self._group(*name) for name in finished]
-
-    def _group(self, stream: int, cursor: int) -> Group:
-        length_G = self._script.length_PG[cursor]
-        responses = (Response(np.full(n, cursor), np.zeros(n), True) for n in length_G)
-        return Group(cursor, prompt_at(cursor), tuple(responses), stream)
-
-
-def scripted_grade(script: Script):
-    """A grader that knows the script: responses have the answer 7 where they are correct."""
-
-    def grade(group: Group) -> Group:
-        assert group.prompt.example.row == group.cursor
-        correct_G = script.correct_PG[group.cursor]
-        right, wrong = Verdict(True, "7", "correct"), Verdict(False, None, "no_answer")
-        return group.graded(
-            ["Answer: 7" if correct else "7" for correct in correct_G],
-            [right if correct else wrong for correct in correct_G],
-        )
-
-    return grade
-
-
-def run(
-    script: Script,
-    cursor=0,
-    *,
-    num_prompts,
-    max_prompts=None,
-    slots=8,
-    block_tokens=4,
-    expected_rate=0.5,
-    dynamic=True,
-    session=None,
-    grade=None,
-    report=None,
-    on_other_groups=lambda finished: None,
-    **rules,
-) -> Rollouts:
-    """Runs `collect` over a script; the cap, unless given, is the script's end."""
-    session = session or ScriptedSession(script, slots=slots, block_tokens=block_tokens)
-    plan = StepPlan(
-        prompt_at,
-        grade or scripted_grade(script),
-        group_size=script.correct_PG.shape[1],
-        num_prompts=num_prompts,
-        max_prompts=max_prompts or len(script.correct_PG) - cursor,
-        max_tokens=int(script.length_PG.max()),
-        dynamic_sampling=dynamic,
-        **rules,
-    )
-    return collect(
-        session,
-        plan,
-        cursor,
-        expected_rate=expected_rate,
-        report=report or (lambda message: None),
-        on_other_groups=on_other_groups,
-    )
-
-
-def cursors(rollouts: Rollouts) -> list[int]:
-    """Lists the sampled groups' places in the stream."""
-    return [group.cursor for group in rollouts.sampled]
-
-
-def kept_cursors(rollouts: Rollouts) -> list[int]:
-    return [rollouts.sampled[p].cursor for p in rollouts.kept]
-
-
-def steps(session: ScriptedSession) -> list[tuple]:
-    return [call for call in session.calls if call[0] == "step"]
-
+(UNUSED,) = (it for it in metrics.METRICS if it.key == "engine/unused_tokens_fraction")
 
 # Which groups
 
@@ -311,7 +139,7 @@ def test_without_dynamic_sampling_the_first_prompts_are_all_kept():
     """All are issued at once, and nothing else is, whatever the rate was: no verdict matters."""
     scripted = script([0, 4, 2, 0, 1], length_tokens=np.array([3, 30, 3, 9, 3]))
     session = ScriptedSession(scripted, slots=6, block_tokens=4)
-    how = {"num_prompts": 4, "max_prompts": 99, "expected_rate": 0.1, "dynamic": False}
+    how = {"num_prompts": 4, "max_prompts": 99, "expected_rate": 0.1, "dynamic_sampling": False}
     rollouts = run(scripted, 1, session=session, **how)
     assert rollouts.kept.tolist() == [0, 1, 2, 3]
     assert cursors(rollouts) == [1, 2, 3, 4]
@@ -426,7 +254,7 @@ def test_the_stats_add_up():
     lengths = np.array([[2, 4, 6, 9], [1, 5, 5, 5]])
     scripted = Script(np.array([[True, True, False, False]] * 2), lengths)
     session, reports = ScriptedSession(scripted, slots=6, block_tokens=4), []
-    how = {"dynamic": False, "session": session, "report": reports.append}
+    how = {"dynamic_sampling": False, "session": session, "report": reports.append}
     rollouts = run(scripted, num_prompts=2, **how)
     assert reports[0] == "rollout: 0 informative of 0 groups, 2 wanted"
     stats = rollouts.stats
@@ -442,3 +270,83 @@ def test_the_stats_add_up():
     assert stats.cache_use == pytest.approx(6 / 19)  # a page a slot, of three and one
     assert rollouts.kept_tokens == 37
     assert set(stats.seconds) == {"prefill", "decode", "host", "verify", "verify_wait"}
+
+
+# Partial rollouts
+
+
+def steps_of(script, *, count, every_steps=1, num_prompts=4, max_prompts=400, **rules):
+    """Runs steps one after the other: [(calls of a session, what was partial before, rollouts)].
+
+    every_steps: as many share a session.
+    """
+    cursor, partial, found, session = 0, [], [], None
+    plan = plan_of(script, num_prompts=num_prompts, max_prompts=max_prompts, **rules)
+    for step in range(count):
+        if step % every_steps:
+            session.resume()
+        else:
+            session = ScriptedSession(script, slots=16, block_tokens=2)
+        how = {"expected_rate": 0.5, "report": lambda text: None}
+        rollouts = collect(session, plan, cursor, partial, **how)
+        found.append((session.calls, partial, rollouts))
+        cursor, partial = rollouts.cursor, rollouts.partial
+    return found
+
+
+@pytest.mark.parametrize("every_steps", [1, 4])
+@pytest.mark.parametrize("partial_rollout_steps", [1, 3])
+def test_no_slot_waits_and_no_group_is_lost(partial_rollout_steps, every_steps):
+    """Many steps of long-tailed lengths: each group is sampled once, whole, and in the end used.
+
+    Slots stay full to a step's end, but where as many are under way as later steps can train on.
+    """
+    script, seen, idle, ages = long_tailed_script(0, prompts=600), [], [], []
+    how = {"partial_rollout_steps": partial_rollout_steps, "every_steps": every_steps}
+    for calls, before, rollouts in steps_of(script, count=25, **how):
+        kept = [rollouts.sampled[p].cursor for p in rollouts.kept]
+        seen += [group.cursor for group in rollouts.sampled]
+        informative = [g.cursor for g in rollouts.sampled if g.cursor in script.informative]
+        assert kept == informative[:4] and len(kept) == 4
+        for group in rollouts.sampled:
+            lengths = [len(r.tokens_T) for r in group.responses]
+            assert lengths == script.length_PG[group.cursor].tolist()
+        ages += [it.age_steps for it in rollouts.partial]
+        waits = any(it.age_steps == partial_rollout_steps and any(it.unfinished_G) for it in before)
+        if before and not waits:
+            idle += [call[1:17].count(0) for call in calls if call[0] == "step"]
+        partial = [it.cursor for it in rollouts.partial]
+        assert sorted([*seen, *partial]) == list(range(rollouts.cursor))
+        ended = sum(group.length_G.sum() for group in rollouts.sampled)
+        unused = UNUSED.value(metrics.Step(None, 0, rollouts, None, (), 0.0, {}))
+        assert unused == pytest.approx(1 - rollouts.kept_tokens / ended)
+        # The first step trained on the groups that were complete first: the short ones.
+        assert len(seen) > len(rollouts.sampled) or kept == script.informative[:4]
+    assert max(ages) == partial_rollout_steps
+    assert sum(idle) == 0
+
+
+def test_at_the_cap_a_step_ends_with_what_there_is():
+    """None of the prompts is informative, and only so many may begin."""
+    script = long_tailed_script(0, prompts=100)
+    script = dataclasses.replace(script, correct_PG=np.zeros_like(script.correct_PG))
+    ((*_, rollouts),) = steps_of(script, count=1, partial_rollout_steps=2, max_prompts=10)
+    assert (len(rollouts.sampled), len(rollouts.kept), rollouts.partial) == (10, 0, [])
+
+
+def test_a_fork_takes_over_only_what_its_own_config_could_have_sampled():
+    """Responses above its limit were trained on, and a group of another size was an odd error."""
+
+    def response(tokens, *, stopped):
+        return Response(np.zeros(tokens, np.int32), np.zeros(tokens, np.float32), stopped)
+
+    cut, ended, begun = (
+        response(n, stopped=stopped) for n, stopped in ((9, False), (4, True), (6, False))
+    )
+    partial = [PartialGroup(3, (cut, ended, begun), (False, False, True))]
+    sizes = {"group_size": 3, "num_prompts": 1, "max_prompts": 1, "max_tokens": 9}
+    plan = StepPlan(prompt_at, None, **sizes, partial_rollout_steps=1)
+    assert continued(plan, 7, partial) == (7, partial)
+    others = [{"group_size": 2}, {"group_size": 4}, {"max_tokens": 8}, {"max_tokens": 10}]
+    for other in (*others, {"partial_rollout_steps": 0}):
+        assert continued(dataclasses.replace(plan, **other), 7, partial) == (3, ())

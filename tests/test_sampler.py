@@ -125,36 +125,6 @@ def test_truncation_by_hand(kept, weight_RV, top_p, top_k, expected):
 # Sampling.
 
 
-def awkward_logits(V, scale, seed=0):
-    """Makes random logits whose first 5 and last 9 tokens, and a block in between, are masked."""
-    logits_V = np.random.default_rng(seed).normal(0, scale, V).astype(np.float32)
-    logits_V[:5] = logits_V[-9:] = logits_V[128:256] = MASKED
-    return logits_V
-
-
-@jit
-def draw_many(logits_V, uniform_N):
-    return jax.lax.map(
-        lambda u: jax.tree.map(lambda a: a[0], sample_token(logits_V[None], u[None], axis=None)),
-        uniform_N,
-        batch_size=512,
-    )
-
-
-@pytest.mark.parametrize("scale", [0.0, 2.0, 30.0])
-def test_a_grid_of_uniforms_reproduces_the_distribution(scale):
-    """An inverse CDF gives each token its probability of the grid, to one grid point."""
-    logits_V = awkward_logits(700, scale)
-    N = 8192
-    token_N, logp_N = map(np.asarray, draw_many(logits_V, np.arange(N, dtype=np.float32) / N))
-    logp_V = logits_V - np.logaddexp.reduce(logits_V.astype(np.float64))
-    share_V = np.bincount(token_N, minlength=700) / N
-    assert np.abs(share_V - np.exp(logp_V)).max() <= 1.01 / N
-    assert np.abs(np.cumsum(share_V) - np.cumsum(np.exp(logp_V))).max() <= 1.01 / N
-    assert np.all(np.diff(token_N) >= 0)
-    np.testing.assert_allclose(logp_N, logp_V[token_N], rtol=1e-6, atol=1e-6)
-
-
 def test_logits_that_are_not_finite_give_no_probability_and_no_token_beyond_the_vocabulary():
     """The padding of a vocabulary of 300 to whole blocks is never sampled."""
     logits_RV = np.full((4, 300), -np.inf, np.float32)

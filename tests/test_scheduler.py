@@ -4,10 +4,8 @@ import dataclasses
 
 import numpy as np
 import pytest
-from test_engine import ROOMY as CACHE
+from engines import ROOMY as CACHE
 
-from dapo_jax.sampler import cache as cache_module
-from dapo_jax.sampler import plan as plan_module
 from dapo_jax.sampler.cache import NULL_PAGE, decode_sizes
 from dapo_jax.sampler.scheduler import Scheduler
 
@@ -275,68 +273,6 @@ def test_a_sample_stays_where_the_other_shard_has_too_few_pages(prompt_pages, mo
     script.submit(1, [1] * 4)
     assert sum(len(plan.moves.slots_N4) for plan in script.drain()) == moves
     assert script.finished == script.tokens
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_copies_are_into_pages_that_no_other_copy_reads_or_fills(seed, monkeypatch):
-    monkeypatch.setattr(plan_module, "BALANCE_SLACK", -1.0)
-    rng = np.random.default_rng(seed)
-    script = Script(dataclasses.replace(CACHE, pages=40, prompt_pages=60), shards=3)
-    for group in range(9):
-        prompt_tokens = int(rng.choice([1, 18]))
-        script.submit(group, rng.integers(1, 21, 5).tolist(), prompt_tokens=prompt_tokens)
-    plans = [plan for plan in script.drain() if len(plan.moves.slots_N4)]
-    assert plans
-    for plan in plans:
-        for rows in plan.moves:
-            sources, targets = ([tuple(row[i : i + 2]) for row in rows.tolist()] for i in (0, 2))
-            assert len(set(targets)) == len(rows)
-            assert not set(targets) & set(sources)
-            assert all(rows[:, 0] != rows[:, 2])
-        assert np.ptp(np.bincount(plan.shard_N, minlength=3)) <= 1
-
-
-# The table
-
-
-@pytest.mark.parametrize("parts", [((1, 1),), cache_module.PARTS])
-def test_the_table_names_each_slots_pages(monkeypatch, parts):
-    """Rows of occupied slots come first on each shard, of these the ones that are not behind.
-
-    Numbers lead to the pages of the pool.
-    """
-    monkeypatch.setattr(cache_module, "PARTS", parts)
-    rng = np.random.default_rng(0)
-    script = Script(dataclasses.replace(CACHE, slots=90, pages=200, prompt_pages=200), shards=2)
-    for group in range(60):
-        script.submit(group, rng.integers(1, 21, 4).tolist(), prompt_tokens=10)
-    seen, known = set(), sizes(script.scheduler.cache)
-    while script.scheduler.unfinished:
-        plan = script.scheduler.next_block()
-        behind_N = plan.group_N % 2 > 0
-        rows, page_P, row_N = script.scheduler.table(known, behind_N)
-        seen.add((len(rows) // 2, len(page_P) // 2))
-        rows_D, page_DP = rows.reshape(2, -1), page_P.reshape(2, -1)
-        for d in range(2):
-            count = np.count_nonzero(plan.shard_N == d)
-            assert rows_D["active"][d].tolist() == [1] * count + [0] * (rows_D.shape[1] - count)
-            assert page_DP[d, 0] == NULL_PAGE
-            order_N = np.argsort(row_N[plan.shard_N == d])
-            assert np.all(np.diff(behind_N[plan.shard_N == d][order_N].astype(int)) >= 0)
-        mine = rows[row_N]
-        assert np.array_equal(mine["sample"], plan.sample_N)
-        assert np.array_equal(mine["sampled"], plan.sampled_N)
-        assert np.array_equal(mine["limit"] - mine["sampled"], plan.left_N)
-        number_NJ = mine["response_pages"]
-        page_NJ = page_DP[plan.shard_N[:, None], number_NJ]
-        pool_NJ = script.scheduler._rows_DB["response_pages"][plan.shard_N, plan.slot_N]
-        assert np.array_equal(page_NJ, pool_NJ)
-        current_N = plan.sampled_N // CACHE.page_tokens
-        assert np.array_equal(page_NJ[np.arange(len(mine)), current_N], plan.page_N)
-        assert np.array_equal(np.count_nonzero(page_NJ, axis=1), current_N + 1)
-        script.complete(plan)
-    assert seen <= set(known)
-    assert len(seen) > len(parts) / 2
 
 
 def test_a_sample_that_begins_anew_takes_the_pages_of_those_that_wait():

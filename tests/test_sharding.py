@@ -9,28 +9,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from engines import RUN_KEY, SAMPLING, SMALL, programs
 from jax.sharding import PartitionSpec
+from quick import jit, random_params
 
-from configs import base
 from dapo_jax.logprobs import chosen_logprobs
-from dapo_jax.sampler import cache
 from dapo_jax.sampler.session import Session, Stream
-from dapo_jax.setup import components
 from dapo_jax.types import Prompt
 from models import qwen2
 from models.parameters import param_axes
-from models.qwen2 import Qwen2Config
 from models.transformer import abstract_params
 from sharding import rules
 from sharding.mesh import AXES, make_mesh
-from tests.quick import jit, random_params
-from tests.sampled_step import SAMPLING
 
-SMALL = Qwen2Config(64, 32, 48, 2, 4, 2, 8, True)
 MESHES = [(2, 2, 1), (1, 2, 2)]  # (slices, data, model)
 PROMPTS = {7: np.array([5, 6, 7]), 100: np.arange(10, 27), 0: np.array([60]), 12: np.arange(20, 27)}
 GROUP_SIZE = 8
-RUN_KEY = jax.random.key(11)
 # Two of the prompts are sampled in another way, with thresholds that devices find together.
 STREAMS = (
     Stream(RUN_KEY, SAMPLING),
@@ -55,22 +49,11 @@ def build_policy(slices, data, model):
 
     Its engine has one decode program, for whatever there is to do.
     """
-    config = base.get_config()
-    config.model.preset = "small"
-    config.model.compute_dtype = "float32"
-    config.rollout.max_prompt_tokens = 17
-    config.rollout.max_response_tokens = 128
-    config.rollout.group_size = 4
-    config.rollout.cache_mib = 1
-    config.rollout.slot_tokens = 128
-    config.rollout.page_tokens = 16
-    config.rollout.block_tokens = 4
-    config.mesh.slices, config.mesh.data, config.mesh.model = slices, data, model
+    sizes = {"max_response_tokens": 128, "slot_tokens": 128, "page_tokens": 16}
+    mesh = {"slices": slices, "data": data, "model": model}
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(qwen2.PRESETS, "small", SMALL)
-        patch.setattr(cache, "PARTS", ((1, 1),))
-        devices = jax.devices()[: slices * data * model]
-        return components.programs(config, SAMPLING.vocab_size, devices=devices)
+        return programs("qwen2", "", rollout=sizes, mesh=mesh, model={"preset": "small"})
 
 
 def sample(policy, params, prompts):

@@ -10,9 +10,9 @@ import types
 import numpy as np
 import pytest
 from runs import contents, digests, responses, rows_without_timings
+from scripted import Script, kept_cursors
+from scripted import run as scripted
 from shared_programs import programs_compiled_once, small_config  # noqa: F401
-from test_rollout import Script, kept_cursors
-from test_rollout import run as scripted
 
 from dapo_jax import algorithm, train
 from dapo_jax.checkpoints import fingerprint

@@ -1,0 +1,286 @@
+"""Small engines and what they sample: alone, beside others, over a step's end, and in a config."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import quick
+from flax import nnx
+
+from configs import base
+from dapo_jax import learner
+from dapo_jax.sampler import cache as cache_module
+from dapo_jax.sampler.cache import Cache
+from dapo_jax.sampler.decode import Sampling
+from dapo_jax.sampler.engine import Engine
+from dapo_jax.sampler.session import Session, Stream
+from dapo_jax.setup import components
+from dapo_jax.types import Prompt
+from models.kernels import KERNELS
+from models.parameters import param_axes
+from models.qwen2 import Qwen2Config
+from models.transformer import unstack
+from sharding import rules
+from sharding.mesh import make_mesh
+
+RUN_KEY = jax.random.key(11)
+
+# What is sampled, on a small model: pages of 8 tokens, prompts that fill them in every way.
+SMALL = Qwen2Config(64, 32, 48, 2, 4, 2, 8, True)
+# The padding has a stop token's id, and the tokenizer has fewer ids than the model has rows.
+SAMPLING = Sampling(
+    max_response_tokens=20,
+    temperature=0.7,
+    top_p=1.0,
+    top_k=0,
+    stop_ids=(3, 17, 40),
+    pad_id=3,
+    vocab_size=61,
+)
+ROOMY = Cache(
+    slots=7,
+    pages=22,
+    prompt_pages=20,
+    readers=4,
+    page_tokens=8,
+    block_tokens=4,
+    max_prompt_tokens=18,
+    max_response_tokens=20,
+)
+PROMPTS = {
+    7: np.array([5]),
+    100: np.arange(10, 18),
+    0: np.arange(20, 29),
+    1_000_000: np.arange(30, 40),
+    12: np.arange(40, 58),
+}
+GROUP_SIZE = 8  # twice ROOMY.readers: half of a group has pages of its own
+FEW = {cursor: PROMPTS[cursor] for cursor in (7, 100, 0, 12)}
+
+# Who samples beside whom: widths at which the order of additions shows, and a tight cache.
+WIDE = Qwen2Config(512, 64, 768, 2, 8, 2, 32, True)
+TO_THE_LIMIT = dataclasses.replace(
+    SAMPLING, max_response_tokens=48, temperature=0.8, stop_ids=(), pad_id=0, vocab_size=500
+)
+TIGHT = dataclasses.replace(
+    ROOMY, slots=24, pages=73, prompt_pages=30, max_prompt_tokens=17, max_response_tokens=48
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """One group to submit; its samples end at `max_tokens`, or a stop token before."""
+
+    cursor: int
+    prompt: np.ndarray
+    max_tokens: tuple[int, ...]
+
+
+def random_groups(count, seed):
+    """Groups of 4, some responses of one token, many of the greatest length."""
+    rng = np.random.default_rng(seed)
+    return [
+        Asked(
+            cursor=int(cursor),
+            prompt=rng.integers(0, 500, rng.choice([1, 2, 8, 9, 10, 17])),
+            max_tokens=tuple(np.minimum(48, rng.integers(1, 90, 4)).tolist()),
+        )
+        for cursor in rng.permutation(1000)[:count]
+    ]
+
+
+GROUPS = random_groups(16, seed=0)
+
+
+def build(
+    config,
+    cache,
+    params,
+    *,
+    parts=((1, 1),),
+    decode_options=quick.COMPILER_OPTIONS,
+    shards=1,
+    kernels=KERNELS["cpu"],
+):
+    """Builds (engine, its parameters) on a device a shard; parts: cache.PARTS, one program."""
+    mesh = make_mesh(data=shards, model=1, devices=jax.devices()[:shards])
+    params = unstack(jax.tree.map(jnp.asarray, params))
+    shardings = rules.param_shardings(mesh, param_axes(params), params, rules.SAMPLER)
+    params = jax.device_put(params, shardings)
+    abstract = jax.tree.map(
+        lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=p.sharding), params
+    )
+    kernels = dataclasses.replace(kernels, decode_options=decode_options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache_module, "PARTS", parts)
+        return Engine(config, mesh, cache, params=abstract, kernels=kernels), params
+
+
+def by_request(finished):
+    """Maps finished groups to {(cursor, sample): response}."""
+    return {(f.cursor, i): response for f in finished for i, response in enumerate(f.responses)}
+
+
+def drain(session):
+    """Samples what is unfinished to its end: {(cursor, sample): response}."""
+    responses = {}
+    while session.unfinished:
+        responses |= by_request(session.step())
+    return responses
+
+
+def sample_prompts(
+    engine, params, sampling=SAMPLING, *, prompts=PROMPTS, group_size=GROUP_SIZE, **how
+):
+    """Samples all prompts: ({(cursor, sample): response}, session). how: of a session."""
+    session = Session(engine, params, Stream(RUN_KEY, sampling), **how)
+    for cursor, prompt in prompts.items():
+        session.submit(cursor, Prompt(prompt), group_size=group_size)
+    return drain(session), session
+
+
+def submit(session, group):
+    prompt, size = Prompt(group.prompt), len(group.max_tokens)
+    session.submit(group.cursor, prompt, group_size=size, max_tokens=group.max_tokens)
+
+
+def sample_groups(engine, params, groups):
+    """Samples groups that are submitted at once, in order: ({request: response}, session)."""
+    session = Session(engine, params, Stream(RUN_KEY, TO_THE_LIMIT))
+    for group in groups:
+        submit(session, group)
+    return drain(session), session
+
+
+def same_bits(responses, expected, *, cut=False):
+    """Asserts equal tokens and log-probabilities, bit for bit; says by how much they differ.
+
+    cut: whether what is expected may go on behind a response.
+    """
+    assert responses
+    for request, response in responses.items():
+        wanted = expected[request]
+        n = len(response.tokens_T) if cut else None
+        assert np.array_equal(response.tokens_T, wanted.tokens_T[:n]), request
+        gap_T = np.abs(response.behavior_logp_T - wanted.behavior_logp_T[:n])
+        assert not gap_T.any(), f"log-probs of {request} differ by up to {gap_T.max()}"
+
+
+forward = quick.jit(lambda graph, params, ids: nnx.merge(graph, params)(ids), static_argnums=0)
+
+
+def teacher_forced(model, responses, *, prompts=PROMPTS):
+    """Computes logits [T, vocab_size] at every response's tokens in one forward pass."""
+    tokens_RT = np.zeros((40, 60), np.int32)  # one program for all calls
+    for row_T, ((cursor, _), response) in zip(tokens_RT, responses.items(), strict=False):
+        ids = np.append(prompts[cursor], response.tokens_T)
+        row_T[: len(ids)] = ids
+    logits_RTV = np.asarray(forward(*model, tokens_RT))[..., : SAMPLING.vocab_size]
+    return {
+        request: row_TV[len(prompts[request[0]]) - 1 :][: len(response.tokens_T)]
+        for (request, response), row_TV in zip(responses.items(), logits_RTV, strict=False)
+    }
+
+
+def chosen(logits_TV, tokens_T):
+    """Computes log softmax(logits) at the tokens, in float64."""
+    logits_TV = logits_TV.astype(np.float64)
+    logp_TV = logits_TV - np.logaddexp.reduce(logits_TV, axis=-1, keepdims=True)
+    return np.take_along_axis(logp_TV, tokens_T[:, None], axis=-1)[:, 0]
+
+
+# Over a step's end.
+
+SPARE = dataclasses.replace(ROOMY, slots=9, pages=60, partial_rollouts=True)
+# Pages for a part of what the slots may hold: samples are preempted.
+SCARCE = dataclasses.replace(SPARE, pages=13)
+OF_FEW = {"prompts": FEW, "group_size": 5}
+
+
+def interrupted(engine, params, *, blocks, later=None, keeps=False):
+    """Samples FEW, a step ending after so many blocks: (responses, what was partial).
+
+    keeps: whether the session goes on, with its keys and values. later: the weights then.
+    """
+    session = Session(engine, params, Stream(RUN_KEY, SAMPLING))
+    for cursor, prompt in FEW.items():
+        session.submit(cursor, Prompt(prompt), group_size=5, keeps=True)
+    responses = {}
+    for _ in range(blocks):
+        responses |= by_request(session.step())
+    partial, params = session.pause(), params if later is None else later
+    if keeps:
+        session.resume(params)
+    else:
+        session.close()
+        session = Session(engine, params, Stream(RUN_KEY, SAMPLING))
+        for it in partial:
+            prompt = Prompt(FEW[it.cursor])
+            session.submit(it.cursor, prompt, group_size=5, partial=it, keeps=True)
+    return responses | drain(session), partial
+
+
+# A step of what a config builds for a small model on a mesh: sampled, then trained on once.
+
+
+def programs(family: str, folder, *, lora_rank: int = 0, **changes):
+    """The programs of a config (changes: keys by section), heads split over two devices.
+
+    There is one for decoding.
+    """
+    config = base.get_config()
+    settings = {
+        **{"model.family": family, "model.path": str(folder), "model.compute_dtype": "float32"},
+        **{"rollout.max_prompt_tokens": 17, "rollout.max_response_tokens": 20},
+        **{"rollout.num_prompts": 2, "rollout.group_size": 4, "rollout.temperature": 0.7},
+        **{"rollout.cache_mib": 1, "rollout.slot_tokens": 20},
+        **{"rollout.page_tokens": 8, "rollout.block_tokens": 4, "updates_per_step": 1},
+        **{"learner.row_tokens": 48, "learner.micro_batch_rows": 2, "learner.remat": "none"},
+        **{"learner.lora_rank": lora_rank, "mesh.data": 1, "mesh.model": 2},
+    }
+    config.update_from_flattened_dict(settings)
+    config.update(changes)
+    m = config.mesh
+    devices = jax.devices()[: m.slices * m.data * m.model]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache_module, "PARTS", ((1, 1),))
+        return components.programs(config, SAMPLING.vocab_size, devices=devices)
+
+
+def step(built, *, cursors=(7, 12)):
+    """(state before, sampled groups, state after, the update's metrics); before: on the host."""
+    state, start = built.start_state(), built.load_start_weights()
+    before = jax.tree.map(np.asarray, state.params)
+    params = built.reshard(state.params, start)
+    session = Session(built.engine, params, Stream(RUN_KEY, SAMPLING))
+    for cursor in cursors:
+        session.submit(cursor, Prompt(PROMPTS[cursor][:17]), group_size=4)
+    groups = []
+    while session.unfinished:
+        groups += session.step()
+    advantage_PG = np.tile(np.float32([1, -1, 1, -1]), (len(groups), 1))
+    batch = learner.minibatch(groups, advantage_PG, built.learning, built.mesh)
+    state, metrics = built.update(state, start, batch, 1e-3)
+    return before, groups, state, metrics
+
+
+def check_step(built, logits_of):
+    """Takes a step: its log-probabilities are those of logits_TV = logits_of(tokens_T).
+
+    The update sees the same, and changes every parameter. Returns (before, state after).
+    """
+    before, groups, state, metrics = step(built)
+    assert sum(len(group.responses) for group in groups) == 8
+    for group in groups:
+        for response in group.responses:
+            tokens_T = np.concatenate([group.prompt.token_ids, response.tokens_T])
+            logits_TV = logits_of(tokens_T)[:-1, : SAMPLING.vocab_size] / SAMPLING.temperature
+            expected_T = chosen(logits_TV, tokens_T[1:])[-len(response.tokens_T) :]
+            np.testing.assert_allclose(response.behavior_logp_T, expected_T, atol=1e-4)
+    assert metrics["ratio_gap"] <= 1e-5  # the mean of |ratio - 1|
+    assert metrics["taken"]
+    changed = jax.tree.map(lambda a, b: (np.asarray(a) != b).any(), state.params, before)
+    assert all(jax.tree.leaves(changed)), changed
+    return before, state

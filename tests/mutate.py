@@ -1,0 +1,279 @@
+"""One wrong line at a time: which of the tests notices it?
+
+    python -m tests.mutate [NAME...]
+
+Copies the tree, and for each mutation below (or the named ones) changes one line of the copy and
+runs the tests that should notice, the slow ones left out. Prints the first test that fails, or
+SURVIVED; the exit status is 1 where one survived.
+"""
+
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from typing import NamedTuple
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+SECONDS = 400  # a mutation may hang
+
+# Of each: a name, the file, and tests/test_*.py that should notice, or one test of it; what is
+# there once, and what becomes of it.
+MUTATIONS = r"""
+clip_bounds dapo_jax/algorithm.py algorithm losses
+- jnp.clip(ratio_RT, 1.0 - eps_low, 1.0 + eps_high)
++ jnp.clip(ratio_RT, 1.0 - eps_high, 1.0 + eps_low)
+dual_clip dapo_jax/algorithm.py algorithm
+- (advantage_RT < 0) & (bound_RT < loss_RT)
++ (advantage_RT < 0) & (bound_RT > loss_RT)
+ratio_upside_down dapo_jax/algorithm.py algorithm
+- jnp.exp(clamped_log_ratio(logp_RT, behavior_logp_RT))
++ jnp.exp(clamped_log_ratio(behavior_logp_RT, logp_RT))
+mean_of_responses dapo_jax/algorithm.py algorithm
+- "token_mean": max(np.sum(mask_PGT), 1),
++ "token_mean": max(np.sum(tokens_PG1 > 0), 1),
+std_without_epsilon dapo_jax/algorithm.py algorithm
+- centred_reward(reward_PG) / (std_P1 + ADVANTAGE_EPSILON)
++ centred_reward(reward_PG) / np.maximum(std_P1, ADVANTAGE_EPSILON)
+std_biased dapo_jax/algorithm.py algorithm
+- np.std(reward_PG, axis=1, keepdims=True, ddof=1)
++ np.std(reward_PG, axis=1, keepdims=True)
+kl_sign dapo_jax/algorithm.py algorithm
+- clamped_log_ratio(reference_logp_RT, logp_RT)
++ clamped_log_ratio(logp_RT, reference_logp_RT)
+overlong_border dapo_jax/algorithm.py algorithm
+- (max_tokens - cache_tokens) - length_tokens
++ (max_tokens - cache_tokens) - length_tokens + 1
+solved_groups dapo_jax/algorithm.py rollout
+- correct_PG.any(axis=1) & ~correct_PG.all(axis=1)
++ correct_PG.any(axis=1)
+last_groups dapo_jax/algorithm.py rollout
+- informative_groups(correct_PG))[:num_prompts]
++ informative_groups(correct_PG))[-num_prompts:]
+truncation_cap dapo_jax/losses.py losses
+- jnp.minimum(ratio, cap), ratio > cap
++ jnp.maximum(ratio, cap), ratio > cap
+entropy_sign dapo_jax/learner.py learner::test_an_entropy_bonus_is_the_mean_entropy_of_the_trained_tokens
+- lambda token: -learning.entropy_coef * token.weight_BT
++ lambda token: learning.entropy_coef * token.weight_BT
+warm_up_one_late dapo_jax/learner.py learner::test_the_rate_warms_up_from_a_fraction_and_decays_to_the_last_step
+- (step + 1) / max(s.warmup_steps, 1)
++ step / max(s.warmup_steps, 1)
+optimiser_state dapo_jax/learner.py learner::test_two_updates_are_adamw_by_hand
+- stepped = TrainState(params, opt_state)
++ stepped = TrainState(params, state.opt_state)
+overlong_filter dapo_jax/learner.py learner::test_filtered_responses_add_nothing_and_do_not_count
+- if s.overlong_filtering:
++ if not s.overlong_filtering:
+temperature dapo_jax/logprobs.py logprobs::test_values_loss_and_gradients_equal_those_of_the_whole_softmax
+- d_CV * d_logp_C[:, None] / self._temperature
++ d_CV * d_logp_C[:, None]
+environment_trained dapo_jax/packing.py learner::test_an_environments_tokens_are_read_and_never_trained_on
+- batch.is_response_BT[b, answer] = response.sampled_T
++ batch.is_response_BT[b, answer] = True
+token_fed_early dapo_jax/packing.py packing
+- np.append(prompt[-1:], response.tokens_T[:-1])
++ response.tokens_T
+earlier_policies dapo_jax/packing.py packing
+- is_on_policy_BT[b, answer] = not response.ends
++ is_on_policy_BT[b, answer] = True
+causal_border models/transformer.py parity
+- same_BTS & (index_T[:, None] >= index_T[None, :])
++ same_BTS & (index_T[:, None] > index_T[None, :])
+segment_mask models/transformer.py parity
+- segment_BT[:, :, None] == segment_BT[:, None, :]
++ segment_BT[:, :, None] >= segment_BT[:, None, :]
+window_border models/transformer.py gemma3::test_a_token_sees_itself_and_the_tokens_before_it_in_its_window
+- mask_BTS & (index_T[:, None] - index_T < window)
++ mask_BTS & (index_T[:, None] - index_T <= window)
+norm_epsilon models/transformer.py parity::test_a_norm_of_small_numbers_has_its_epsilon
+- jnp.mean(x * x, axis=-1, keepdims=True) + eps)
++ jnp.mean(x * x, axis=-1, keepdims=True) + 0 * eps)
+rope_angle models/transformer.py parity
+- (-jnp.arange(half, dtype=jnp.float32) / half)
++ (-jnp.arange(half, dtype=jnp.float32) / (half + 1))
+yarn_amplitude models/rope.py parity
+- self.attention_factor or 0.1 * math.log(self.factor) + 1
++ self.attention_factor or 1.0
+head_grouping models/kernels/xla.py parity
+- q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
++ q_BTKGH = q_BTNH.reshape(B, T, N // K, K, H).swapaxes(2, 3)
+packed_branch models/kernels/packed.py kernels::test_attention_in_rows_equals_the_definition
+- (of_branch == 0) | (of_branch == branch)
++ (of_branch == 0) | (of_branch <= branch)
+flash_window models/kernels/flash_gpu.py kernels::test_attention_in_rows_equals_the_definition
+- seen & (query - key < window)
++ seen & (query - key <= window)
+splash_window models/kernels/splash_tpu.py kernels::test_attention_in_rows_equals_the_definition
+- LocalMask((T, T), (window - 1, 0), 0)
++ LocalMask((T, T), (window, 0), 0)
+pages_in_window models/kernels/xla.py kernels::test_a_window_over_pages_is_seen_and_no_page_before_it_read
+- prompt_tokens_B + tokens_B + recent_tokens_B - window, 0)
++ prompt_tokens_B + tokens_B + recent_tokens_B - window + 1, 0)
+lora_scale models/lora.py lora::test_the_targets_are_adapted_as_defined_and_nothing_else
+- new[w] = layer[w] + scale * change
++ new[w] = layer[w] + change
+expert_weights models/qwen3_moe.py experts::test_outputs_and_gradients_equal_the_definition
+- softmax(take(logits_BTX)) if c.norm_topk
++ take(softmax(logits_BTX)) if c.norm_topk
+uniform_by_slot dapo_jax/sampler/decode.py engine::test_tokens_are_the_documented_function_of_seed_cursor_sample_and_position
+- request_keys(run_key, row["cursor"], row["sample"])
++ request_keys(run_key, jnp.arange(B), row["sample"])
+block_offset dapo_jax/sampler/decode.py engine::test_behavior_logp_equals_teacher_forcing_around_page_boundaries
+- offset_B = sampled_B % cache.page_tokens
++ offset_B = sampled_B % cache.block_tokens
+block_border models/kernels/xla.py engine::test_behavior_logp_equals_teacher_forcing_around_page_boundaries
+- jnp.clip(table.response_tokens_B[:, None] - C * jnp.arange(J), 0, C)
++ jnp.clip(table.response_tokens_B[:, None] + 1 - C * jnp.arange(J), 0, C)
+zero_is_the_first_token dapo_jax/sampler/sampling.py sampler::test_zero_is_a_number_like_others
+- pick(sum_RN, uniform_R + UNIFORM_GRID / 2)
++ pick(sum_RN, uniform_R)
+stop_token_dropped dapo_jax/sampler/session.py engine::test_the_stop_token_counts_and_ends_the_response
+- used_N = np.minimum(stop_N + 1, np.minimum(plan.left_N, S))
++ used_N = np.minimum(np.maximum(stop_N, 1), np.minimum(plan.left_N, S))
+copies_of_the_host dapo_jax/sampler/session.py partial_rollouts::test_a_response_goes_on_as_if_it_had_never_stopped
+- table[e, to] = table[d, at]
++ table[e, to] = table[d, to]
+answer_one_late dapo_jax/sampler/session.py episodes::test_given_tokens_stand_where_the_environment_put_them_and_are_seen
+- token_N[n] = known_T[first - 1]
++ token_N[n] = known_T[first - 2]
+prompt_freed_early dapo_jax/sampler/scheduler.py scheduler
+- limits, first_tokens, part, len(part), keeps)
++ limits, first_tokens, part, max(1, len(part) - 1), keeps)
+oldest_preempted dapo_jax/sampler/scheduler.py scheduler
+- youngest = self._by_age(d, self._active_DB[d])[-1]
++ youngest = self._by_age(d, self._active_DB[d])[0]
+turns_border dapo_jax/episodes.py episodes::test_turns_are_limited_and_a_cut_one_is_rewarded_alone
+- if messages and episode.turns < self._max_turns:
++ if messages and episode.turns <= self._max_turns:
+surplus_dropped dapo_jax/rollout.py rollout
+- extra = {*self.graded.informative[self.plan.num_prompts :]} - self.due
++ extra = {*self.graded.informative[self.plan.num_prompts :]} & self.due
+verdicts_at_once dapo_jax/grading.py rollout
+- pending, self._pending = self._pending, []
++ pending = self._pending = []
+ends_forgotten dapo_jax/checkpoints/progress.py partial_rollouts::test_what_is_between_two_steps_comes_back_from_a_checkpoint_as_it_was
+- ends=tuple(it["ends"]),
++ ends=(),
+cursor_one_late dapo_jax/checkpoints/progress.py partial_rollouts::test_what_is_between_two_steps_comes_back_from_a_checkpoint_as_it_was
+- "cursor": self.cursor,
++ "cursor": self.cursor + 1,
+row_forgotten dapo_jax/checkpoints/progress.py partial_rollouts::test_what_is_between_two_steps_comes_back_from_a_checkpoint_as_it_was
+- "row": self.row,
++ "row": None,
+run_key dapo_jax/setup/start.py train::test_stopped_and_resumed_equals_uninterrupted_bitwise
+- components.key(config, components.ROLLOUT_STREAM)
++ components.key(config, components.ROLLOUT_STREAM + step)
+digest_of_even_factors dapo_jax/checkpoints/digests.py checkpoint
+- (z ^ (z >> np.uint64(31))) | np.uint64(1)
++ (z ^ (z >> np.uint64(31))) & ~np.uint64(1)
+progress_unchecked dapo_jax/checkpoints/store.py checkpoint
+- if json_digest(content[1]) != manifest["progress"]:
++ if not manifest["progress"]:
+worst_is_best dapo_jax/checkpoints/store.py checkpoint
+- best = max(scored, key=
++ best = min(scored, key=
+older_snapshot dapo_jax/checkpoints/snapshots.py snapshots
+- step = self._newest[-1].step if self._newest else ""
++ step = self._newest[0].step if self._newest else ""
+pass_at_k dapo_jax/evaluation.py train::test_scores_by_hand
+- math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
++ math.comb(num_correct, k) / math.comb(num_samples, k)
+mean_at_k dapo_jax/evaluation.py train::test_scores_by_hand
+- f"mean@{k}": float(correct_PK.mean()),
++ f"mean@{k}": float(correct_PK[:, 0].mean()),
+answers_merged dapo_jax/tasks/readers.py data
+- if first != answer and not self._same
++ if first != answer and self._same
+mixture_shares dapo_jax/tasks/datasets.py mixture
+- {key: weight / total for key
++ {key: 1 / len(self.weights) + 0 * weight / total for key
+first_answer dapo_jax/verifier/math_rules.py verifier
+- compare(dapo_form(answers[-1])
++ compare(dapo_form(answers[0])
+alarm_one_late dapo_jax/logs/alarms.py alarms
+- if count >= alarm.steps:
++ if count > alarm.steps:
+unused_tokens dapo_jax/logs/metrics.py rollout
+- 1 - s.rollouts.kept_tokens / max(s.spent_tokens, 1)
++ 1 - s.rollouts.kept_tokens / max(s.stats.sampled_tokens, 1)
+seeds_unpaired dapo_jax/report/compare.py report sweep
+- [theirs[s] for s in shared])
++ [theirs[s] for s in reversed(shared)])
+"""  # noqa: E501
+
+
+class Mutation(NamedTuple):
+    """One wrong line. tests: FILE or FILE::TEST for tests/test_FILE.py."""
+
+    name: str
+    file: str
+    tests: tuple[str, ...]
+    old: str
+    new: str
+
+
+def mutations() -> list[Mutation]:
+    """Reads MUTATIONS."""
+    heads, olds, news = (MUTATIONS.strip().split("\n")[i::3] for i in range(3))
+    lines = zip(map(str.split, heads), olds, news, strict=True)
+    return [Mutation(*head[:2], tuple(head[2:]), old[2:], new[2:]) for head, old, new in lines]
+
+
+def mutated(mutation: Mutation, tree: pathlib.Path) -> str:
+    """Returns its file's text with the wrong line; ValueError where the old one is not there once.
+
+    A changed file stays as long as no other: Python tells a compiled one by its seconds and size.
+    """
+    text = (tree / mutation.file).read_text()
+    if (count := text.count(mutation.old)) != 1:
+        raise ValueError(f"{mutation.name}: {mutation.old!r} is {count} times in {mutation.file}")
+    return text.replace(mutation.old, mutation.new)
+
+
+def caught_by(mutation: Mutation, tree: pathlib.Path) -> str:
+    """Runs its tests over a changed tree; returns the first that fails, "" where none does."""
+    file = tree / mutation.file
+    before, text = file.read_text(), mutated(mutation, tree)
+    files = [f"tests/test_{re.sub('(?=::)|$', '.py', name, count=1)}" for name in mutation.tests]
+    env = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tree.parent / "compiled")}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", *files]
+    file.write_text(text)
+    try:
+        done = subprocess.run(
+            command, cwd=tree, env=env, capture_output=True, text=True, timeout=SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"no end in {SECONDS} s"
+    finally:
+        file.write_text(before)
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
+    if not failed and done.returncode:
+        raise RuntimeError(f"{mutation.name}: status {done.returncode}\n{done.stdout[-2_000:]}")
+    return failed[1].removeprefix("tests/") if failed else ""
+
+
+def main(names: list[str]) -> int:
+    chosen = [it for it in mutations() if not names or it.name in names]
+    listed = ["git", "ls-files", "-co", "--exclude-standard"]
+    files = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    with tempfile.TemporaryDirectory(prefix="mutate_") as folder:
+        tree = pathlib.Path(folder) / "tree"
+        for name in filter(lambda name: (ROOT / name).is_file(), files.splitlines()):
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, tree / name)
+        (tree.parent / "shared").symlink_to(ROOT.parent / "shared")
+        survived = 0
+        for mutation in chosen:
+            test = caught_by(mutation, tree)
+            survived += not test
+            outcome = f"caught by {test}" if test else "SURVIVED"
+            print(f"{mutation.name:24}{outcome}", flush=True)
+    print(f"{len(chosen) - survived} of {len(chosen)} caught")
+    return min(survived, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
