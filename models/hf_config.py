@@ -142,9 +142,12 @@ def config_of(raw: Mapping[str, Any]) -> ModelConfig:
 def _windows(raw: Mapping[str, Any], family: type[ModelConfig]) -> tuple[int | None, ...]:
     """Reads each layer's window; refuses layers that the family does not have."""
     types, computed = raw.get("layer_types"), family.layer_types(raw)
-    if computed != (types or computed) or len(computed) != raw["num_hidden_layers"]:
+    if computed != (types or computed):
         _refuse("layer_types", types, f"only {computed!r:.200} is supported")
-    if not {FULL, SLIDING}.issuperset(computed):
+    layers, kinds = raw["num_hidden_layers"], (FULL, SLIDING)
+    if not (isinstance(computed, list) and len(computed) == layers):
+        _refuse("layer_types", types, f"must be a list of num_hidden_layers = {layers}")
+    if any(kind not in kinds for kind in computed):
         _refuse("layer_types", types, f"only {FULL!r} and {SLIDING!r} are supported")
     if SLIDING not in computed:
         return ()

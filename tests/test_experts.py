@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from test_engine import GROUPS, TIGHT, build, same_bits, sample_groups
 from test_parity import directory
 from test_partial_rollouts import PROMPTS, ROOMY, interrupted, whole
@@ -144,8 +144,13 @@ def test_files_of_both_layouts_hold_the_same_model(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, whole, split)
 
 
-def test_a_stack_of_another_shape_is_refused(tmp_path):
+def test_a_stack_of_another_shape_or_type_is_refused(tmp_path):
     folder = directory(GOLDEN, tmp_path)
+    tensors, name = load_file(folder / "model.safetensors"), "model.layers.1.mlp.experts.down_proj"
+    save_file(tensors | {name: tensors[name].astype(np.int8)}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"wrong dtype: .*1.mlp.experts.0.down_proj.weight is I8"):
+        load_params(folder, load_config(folder), dtype="float32")
+    save_file(tensors, folder / "model.safetensors")
     raw = json.loads((folder / "config.json").read_text()) | {"num_local_experts": 5}
     (folder / "config.json").write_text(json.dumps(raw))
     config = load_config(folder)

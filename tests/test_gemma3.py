@@ -146,10 +146,14 @@ def test_a_published_config_is_its_preset(size):
     [
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
-        ({"layer_types": ["full_attention"]}, "layer_types is"),
-        ({"layer_types": ["chunked_attention"] * 26}, "layer_types is"),
+        ({"layer_types": ["full_attention"]}, "but must be a list of num_hidden_layers = 26"),
+        ({"layer_types": 26}, "layer_types is 26, but must be a list"),
+        ({"layer_types": ["chunked_attention"] * 26}, "only 'full_attention' and 'sliding_att"),
         ({"sliding_window": 0}, "sliding_window is 0"),
+        ({"sliding_window_pattern": "6"}, "sliding_window_pattern is '6'"),
         ({"rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}}, "must be unscaled"),
+        ({"rope_parameters": {"sliding_attention": 1e4}}, "must be unscaled"),
+        ({"rope_parameters": [1e4]}, "rope_parameters is .*must be null or an object"),
     ],
 )
 def test_what_is_not_computed_is_refused(changes, named):
