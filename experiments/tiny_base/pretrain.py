@@ -18,6 +18,7 @@ from dapo_jax.tasks.arithmetic import generate, worked_solution
 from dapo_jax.tasks.readers import PROMPT_TEMPLATE
 from dapo_jax.tasks.tokenizer import load_tokenizer
 from experiments.tiny_base.supervised import fit, packed_batches, save
+from models.parameters import ModelConfig
 from models.qwen2 import PRESETS
 from models.transformer import Transformer, split
 
@@ -73,9 +74,12 @@ def train_tokenizer(path: pathlib.Path, vocab_size: int) -> None:
 
 
 def main(_):
-    out = pathlib.Path(FLAGS.out)
+    pretrain(PRESETS["tiny"], pathlib.Path(FLAGS.out), num_steps=FLAGS.num_steps)
+
+
+def pretrain(config: ModelConfig, out: pathlib.Path, *, num_steps: int) -> None:
+    """Makes a directory with a tokenizer and a model of these sizes, trained on such solutions."""
     out.mkdir(parents=True, exist_ok=True)
-    config, num_steps = PRESETS["tiny"], FLAGS.num_steps
     train_tokenizer(out / "tokenizer.model", config.vocab_size)
     tokenizer = load_tokenizer(out, stop_tokens=None, chat="none")
     graph, params = split(Transformer(config, key=jax.random.key(SEED)))

@@ -1,0 +1,47 @@
+"""A small mixture of experts: what the replay of routes changes, by precision."""
+
+from dapo_jax.report.compare import final_score, mean
+from experiments.study import CLIPPED, Claim, Study
+
+STEPS = 8
+WITHOUT = "algo.replay_routes=False"
+DIFFER = mean("routes that differ, %", "routes/differ", scale=100, form="{:.3f}")
+GAP = mean("ratio gap, %", "ratio_gap", scale=100, form="{:.3f}")
+LOW = CLIPPED[1]
+
+STUDY = Study(
+    title="Routes of a small mixture, replayed and not",
+    config="configs/tiny.py",
+    settings={
+        "model.family": "qwen3_moe",
+        "model.path": "runs/experts/base",
+        "num_steps": str(STEPS),
+        "updates_per_step": "2",
+        "eval.every_steps": str(STEPS),
+        "checkpoint.every_steps": str(STEPS),
+    },
+    arms={
+        "float32": "model.compute_dtype=float32",
+        "float32_without": f"model.compute_dtype=float32 {WITHOUT}",
+        "bfloat16": "model.compute_dtype=bfloat16",
+        "bfloat16_without": f"model.compute_dtype=bfloat16 {WITHOUT}",
+    },
+    quantities=(
+        DIFFER,
+        GAP,
+        *CLIPPED,
+        final_score("arithmetic", "mean@8"),
+    ),
+    drawn={
+        "routes/differ": "routes that differ",
+        "ratio_gap": "ratio gap of the first update",
+        "clip_fraction/low": "tokens clipped low",
+        "accuracy/mean": "accuracy of the sampled responses",
+    },
+    claims=[
+        Claim(GAP, "bfloat16", -1, "bfloat16_without"),
+        Claim(LOW, "bfloat16", -1, "bfloat16_without"),
+        Claim(DIFFER, "bfloat16_without", +1, "float32_without"),
+    ],
+    seeds=(0, 1, 2),
+)
