@@ -75,18 +75,31 @@ def read_config(path) -> dict[str, Any]:
 
     Of a model that sees images, too, its text part.
     """
+    raw = _read(path)
+    if not _sees_images(raw):
+        return raw
+    outer = {k: v for k, v in raw.items() if k not in ("architectures", "text_config")}
+    return outer | raw["text_config"]
+
+
+def sees_images(path) -> bool:
+    """Tells whether a directory's model sees images, too: its text part has other names there."""
+    return _sees_images(_read(path))
+
+
+def _sees_images(raw: Mapping[str, Any]) -> bool:
+    text = raw.get("text_config")
+    return isinstance(text, dict) and text.get("model_type") == f"{raw.get('model_type')}_text"
+
+
+def _read(path) -> dict[str, Any]:
     path = epath.Path(path)
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is not a directory; give a Hugging Face model directory")
     file = path / CONFIG_FILE
     if not file.exists():
         raise FileNotFoundError(f"{path} has no {CONFIG_FILE}; it holds {listing(path)}")
-    raw = read_json(file)
-    text = raw.get("text_config")
-    if isinstance(text, dict) and text.get("model_type") == f"{raw.get('model_type')}_text":
-        outer = {k: v for k, v in raw.items() if k not in ("architectures", "text_config")}
-        return outer | text
-    return raw
+    return read_json(file)
 
 
 def read_json(file: epath.Path) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from dapo_jax.convert import convert
 from dapo_jax.sampler import cache
 from dapo_jax.setup import components
 from models import gemma3, load_hf, save_hf
-from models.hf_config import config_of, load_config
+from models.hf_config import config_of, load_config, sees_images
 from models.kernels.packed import packed_attention
 from models.kernels.xla import NearPages, PageTable
 from models.precision import Weights
@@ -215,6 +215,7 @@ def folder(tmp_path, request):
 
 def test_the_text_part_of_a_directory_is_read_and_written(folder, tmp_path):
     assert load_config(folder) == SMALL
+    assert sees_images(folder) and not sees_images(tmp_path / "text")
     expected = split(load_hf(tmp_path / "text"))[1]
     convert(f"hf:{folder}", f"hf:{tmp_path / 'out'}", dtype="float32")
     for found in (folder, tmp_path / "out"):

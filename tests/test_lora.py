@@ -221,8 +221,11 @@ def test_a_run_is_exported_with_its_factors_added(run, tmp_path):
         np.testing.assert_allclose(exported["layers"][w], expected, atol=1e-5)
 
 
-def test_a_runs_factors_are_exported_as_peft_names_them(run, tmp_path):
-    """PEFT multiplies by lora_A [R, in], then by lora_B [out, R], and by lora_alpha / r."""
+def test_a_runs_factors_are_exported_as_peft_names_them(run, tmp_path, monkeypatch):
+    """PEFT multiplies by lora_A [R, in], then by lora_B [out, R], and by lora_alpha / r.
+
+    Of a model of images too it would find no module by our names, and change nothing.
+    """
     config, programs, adapters, _ = run
     convert.convert(f"run:{tmp_path / 'run'}", f"peft:{tmp_path / 'peft'}", dtype="float32")
     content = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
@@ -242,6 +245,9 @@ def test_a_runs_factors_are_exported_as_peft_names_them(run, tmp_path):
         np.testing.assert_allclose(merged.T, summed.reshape(len(A.T), -1), atol=1e-5)
     with pytest.raises(ValueError, match="only a run has factors"):
         convert.convert(f"hf:{config.model.path}", f"peft:{tmp_path / 'x'}", dtype="float32")
+    monkeypatch.setattr(convert, "sees_images", lambda path: path == config.model.path)
+    with pytest.raises(ValueError, match=r"sees images, too, .* use --to=hf:DIR"):
+        convert.convert(f"run:{tmp_path / 'run'}", f"peft:{tmp_path / 'y'}", dtype="float32")
 
 
 @pytest.mark.parametrize("changed", ["model.safetensors", "config.json"])
