@@ -1,6 +1,6 @@
 """Pre-trains a small mixture of experts as tiny_base is: 8 experts, of which 2 a token.
 
-python -m experiments.experts.pretrain --out=runs/experts/base --num_steps=3000
+python -m experiments.experts.pretrain --out=runs/experts/base --num_steps=1000
 """
 
 import pathlib
@@ -18,10 +18,11 @@ MIXTURE = Qwen3MoeConfig(
     expert_width=64,
     norm_topk=True,
 )
+LEVELS = (1, 2)  # steps of a problem
 
 
 def main(_):
-    pretrain(MIXTURE, pathlib.Path(FLAGS.out), num_steps=FLAGS.num_steps)
+    pretrain(MIXTURE, pathlib.Path(FLAGS.out), num_steps=FLAGS.num_steps, levels=LEVELS)
 
 
 if __name__ == "__main__":

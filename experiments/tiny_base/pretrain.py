@@ -37,10 +37,10 @@ flags.DEFINE_string("out", str(pathlib.Path(__file__).parent / "checkpoint"), "T
 flags.DEFINE_integer("num_steps", 5_000, "Optimizer steps.", lower_bound=1)
 
 
-def solved_problems(count: int, seed: int, *, flawed: bool):
+def solved_problems(count: int, seed: int, *, flawed: bool, levels=LEVELS):
     """`count` (prompt text, solution text) pairs of the train split."""
     rng = np.random.default_rng([SEED, seed])
-    for problem in generate(LEVELS, count, int(rng.integers(2**62)), split="train"):
+    for problem in generate(levels, count, int(rng.integers(2**62)), split="train"):
         ramble = RAMBLE if rng.random() < RAMBLERS else 0.0
         flaws = {"wrong": WRONG_STEPS, "ramble": ramble, "unformatted": UNFORMATTED}
         solution = worked_solution(problem, rng, **{k: v * flawed for k, v in flaws.items()})
@@ -77,7 +77,7 @@ def main(_):
     pretrain(PRESETS["tiny"], pathlib.Path(FLAGS.out), num_steps=FLAGS.num_steps)
 
 
-def pretrain(config: ModelConfig, out: pathlib.Path, *, num_steps: int) -> None:
+def pretrain(config: ModelConfig, out: pathlib.Path, *, num_steps: int, levels=LEVELS) -> None:
     """Makes a directory with a tokenizer and a model of these sizes, trained on such solutions."""
     out.mkdir(parents=True, exist_ok=True)
     train_tokenizer(out / "tokenizer.model", config.vocab_size)
@@ -85,7 +85,7 @@ def pretrain(config: ModelConfig, out: pathlib.Path, *, num_steps: int) -> None:
     graph, params = split(Transformer(config, key=jax.random.key(SEED)))
     batches = packed_batches(
         lambda seed, step: solved_problems(
-            1_000, seed, flawed=step >= num_steps * (1 - FLAWED_SHARE)
+            1_000, seed, flawed=step >= num_steps * (1 - FLAWED_SHARE), levels=levels
         ),
         tokenizer,
         num_steps=num_steps,
