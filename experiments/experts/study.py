@@ -1,9 +1,10 @@
 """A small mixture of experts: what the replay of routes changes, by precision."""
 
 from dapo_jax.report.compare import final_score, mean
+from experiments.experts.pretrain import LEVELS
 from experiments.study import CLIPPED, Claim, Study
 
-STEPS = 8
+STEPS = 6
 WITHOUT = "algo.replay_routes=False"
 DIFFER = mean("routes that differ, %", "routes/differ", scale=100, form="{:.3f}")
 GAP = mean("ratio gap, %", "ratio_gap", scale=100, form="{:.3f}")
@@ -16,7 +17,16 @@ STUDY = Study(
         "model.family": "qwen3_moe",
         "model.path": "runs/experts/base",
         "num_steps": str(STEPS),
-        "updates_per_step": "2",
+        "data.train.levels": str(LEVELS),
+        "rollout.num_prompts": "16",
+        "rollout.generation_prompts": "24",
+        "rollout.max_response_tokens": "48",
+        "algo.overlong_cache_tokens": "12",
+        "learner.learning_rate": "2e-4",
+        "learner.warmup_steps": "2",
+        "mesh.cpu_devices": "1",
+        "eval.sets.arithmetic.levels": str(LEVELS),
+        "eval.sets.arithmetic.count": "64",
         "eval.every_steps": str(STEPS),
         "checkpoint.every_steps": str(STEPS),
     },
@@ -41,6 +51,7 @@ STUDY = Study(
     claims=[
         Claim(GAP, "bfloat16", -1, "bfloat16_without"),
         Claim(LOW, "bfloat16", -1, "bfloat16_without"),
+        Claim(LOW, "float32", -1, "float32_without"),
         Claim(DIFFER, "bfloat16_without", +1, "float32_without"),
     ],
     seeds=(0, 1, 2),
