@@ -19,11 +19,14 @@ from dapo_jax.rollout import StepPlan, collect, continued
 from dapo_jax.sampler.engine import Engine
 from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.types import PartialGroup, Prompt, Response
+from models.gemma3 import Gemma3Config
 from models.kernels import KERNELS, paged_tpu
 
 ROOMY = dataclasses.replace(test_engine.ROOMY, slots=9, pages=60, partial_rollouts=True)
 # Pages for a part of what the slots may hold: samples are preempted.
 TIGHT = dataclasses.replace(ROOMY, pages=13)
+# A layer with a window below one without: keys that are computed again depend on what it sees.
+WINDOWS = Gemma3Config(64, 32, 48, 2, 4, 2, 8, True, windows=(6, None), query_scalar=8)
 PROMPTS = {7: np.array([5]), 100: np.arange(10, 18), 0: np.arange(20, 29), 12: np.arange(40, 58)}
 GROUP_SIZE = 5
 CPU, TPU = KERNELS["cpu"], KERNELS["tpu_interpret"]
@@ -65,21 +68,22 @@ def whole(engine, params):
 
 
 @pytest.mark.parametrize(
-    ("cache", "kernels", "shards", "blocks"),
+    ("config", "cache", "kernels", "shards", "blocks"),
     [
-        (ROOMY, CPU, 1, (1, 2, 5)),
-        (TIGHT, CPU, 1, (3, 6)),
-        (dataclasses.replace(TIGHT, slots=5), CPU, 2, (2, 4)),
-        pytest.param(ROOMY, TPU, 1, (3,), marks=pytest.mark.slow),
+        (SMALL, ROOMY, CPU, 1, (1, 2, 5)),
+        (WINDOWS, TIGHT, CPU, 1, (3, 6)),
+        (SMALL, dataclasses.replace(TIGHT, slots=5), CPU, 2, (2, 4)),
+        pytest.param(SMALL, ROOMY, TPU, 1, (3,), marks=pytest.mark.slow),
     ],
-    ids=["roomy", "tight", "two shards", "tpu_interpret"],
+    ids=["roomy", "tight, windows", "two shards", "tpu_interpret"],
 )
 def test_a_response_goes_on_as_if_it_had_never_stopped(
-    small, monkeypatch, cache, kernels, shards, blocks
+    monkeypatch, config, cache, kernels, shards, blocks
 ):
     """With the same weights its tokens are those of an uninterrupted session."""
     monkeypatch.setattr(paged_tpu, "pages_per_block", lambda v_PKCH: 2)
-    engine, params = build(SMALL, cache, small, shards=shards, kernels=kernels)
+    params = random_params(config)[1]
+    engine, params = build(config, cache, params, shards=shards, kernels=kernels)
     expected = whole(engine, params)
     for after, keeps in itertools.product(blocks, (False, True)):
         responses, partial = interrupted(engine, params, blocks=after, keeps=keeps)

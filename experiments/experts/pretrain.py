@@ -1,6 +1,7 @@
 """Pre-trains a small mixture of experts as tiny_base is: 8 experts, of which 2 a token.
 
-python -m experiments.experts.pretrain --out=runs/experts/base --num_steps=1000
+python -m experiments.experts.pretrain --out=runs/experts/begun --num_steps=1000
+python -m experiments.experts.pretrain --out=runs/experts/base --num_steps=900 --start=runs/experts/begun
 """
 
 import pathlib
@@ -11,6 +12,7 @@ from experiments.tiny_base.pretrain import pretrain
 from models.qwen3_moe import Qwen3MoeConfig
 
 FLAGS = flags.FLAGS  # --out and --num_steps are tiny_base's
+flags.DEFINE_string("start", "", "A directory whose weights it begins with.")
 MIXTURE = Qwen3MoeConfig(
     *(384, 64, 192, 3, 4, 2, 16, True),
     num_experts=8,
@@ -22,7 +24,8 @@ LEVELS = (1, 2)  # steps of a problem
 
 
 def main(_):
-    pretrain(MIXTURE, pathlib.Path(FLAGS.out), num_steps=FLAGS.num_steps, levels=LEVELS)
+    how = {"num_steps": FLAGS.num_steps, "levels": LEVELS, "start": FLAGS.start}
+    pretrain(MIXTURE, pathlib.Path(FLAGS.out), **how)
 
 
 if __name__ == "__main__":

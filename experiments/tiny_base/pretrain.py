@@ -18,6 +18,7 @@ from dapo_jax.tasks.arithmetic import generate, worked_solution
 from dapo_jax.tasks.readers import PROMPT_TEMPLATE
 from dapo_jax.tasks.tokenizer import load_tokenizer
 from experiments.tiny_base.supervised import fit, packed_batches, save
+from models.hf import load_params
 from models.parameters import ModelConfig
 from models.qwen2 import PRESETS
 from models.transformer import Transformer, split
@@ -77,12 +78,19 @@ def main(_):
     pretrain(PRESETS["tiny"], pathlib.Path(FLAGS.out), num_steps=FLAGS.num_steps)
 
 
-def pretrain(config: ModelConfig, out: pathlib.Path, *, num_steps: int, levels=LEVELS) -> None:
-    """Makes a directory with a tokenizer and a model of these sizes, trained on such solutions."""
+def pretrain(
+    config: ModelConfig, out: pathlib.Path, *, num_steps: int, levels=LEVELS, start: str = ""
+) -> None:
+    """Makes a directory with a tokenizer and a model of these sizes, trained on such solutions.
+
+    start: a directory whose weights it begins with; "": random ones.
+    """
     out.mkdir(parents=True, exist_ok=True)
     train_tokenizer(out / "tokenizer.model", config.vocab_size)
     tokenizer = load_tokenizer(out, stop_tokens=None, chat="none")
     graph, params = split(Transformer(config, key=jax.random.key(SEED)))
+    if start:
+        params = load_params(start, config, dtype="float32")
     batches = packed_batches(
         lambda seed, step: solved_problems(
             1_000, seed, flawed=step >= num_steps * (1 - FLAWED_SHARE), levels=levels
