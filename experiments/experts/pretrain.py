@@ -1,13 +1,15 @@
 """Pre-trains a small mixture of experts as tiny_base is: 8 experts, of which 2 a token.
 
-python -m experiments.experts.pretrain --out=runs/experts/begun --num_steps=1000
-python -m experiments.experts.pretrain --out=runs/experts/base --num_steps=900 --start=runs/experts/begun
+    python -m experiments.experts.pretrain --num_steps=1000 --out=runs/experts/begun
+    python -m experiments.experts.pretrain --num_steps=900 --out=runs/experts/base \\
+        --start=runs/experts/begun
 """
 
 import pathlib
 
 from absl import app, flags
 
+from experiments.experts.study import LEVELS
 from experiments.tiny_base.pretrain import pretrain
 from models.qwen3_moe import Qwen3MoeConfig
 
@@ -20,7 +22,6 @@ MIXTURE = Qwen3MoeConfig(
     expert_width=64,
     norm_topk=True,
 )
-LEVELS = (1, 2)  # steps of a problem
 
 
 def main(_):

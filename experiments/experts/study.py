@@ -1,10 +1,10 @@
 """A small mixture of experts: what the replay of routes changes, by precision."""
 
 from dapo_jax.report.compare import final_score, mean
-from experiments.experts.pretrain import LEVELS
 from experiments.study import CLIPPED, Claim, Study
 
 STEPS = 6
+LEVELS = (1, 2)  # steps of a problem
 WITHOUT = "algo.replay_routes=False"
 DIFFER = mean("routes that differ, %", "routes/differ", scale=100, form="{:.3f}")
 GAP = mean("ratio gap, %", "ratio_gap", scale=100, form="{:.3f}")
