@@ -31,10 +31,10 @@ STUDY = Study(
         "checkpoint.every_steps": str(STEPS),
     },
     arms={
-        "float32": "model.compute_dtype=float32",
-        "float32_without": f"model.compute_dtype=float32 {WITHOUT}",
         "bfloat16": "model.compute_dtype=bfloat16",
         "bfloat16_without": f"model.compute_dtype=bfloat16 {WITHOUT}",
+        "float32": "model.compute_dtype=float32",
+        "float32_without": f"model.compute_dtype=float32 {WITHOUT}",
     },
     quantities=(
         DIFFER,
