@@ -119,6 +119,15 @@ def test_outputs_and_gradients_equal_the_definition(norm_topk):
         assert np.abs(jax.tree.unflatten(graph, found[0]).router_DX[...]).max() > 1e-3
 
 
+def test_the_router_is_float32_where_tokens_are_bfloat16():
+    """Rounded as the tokens are, its probabilities tie, and others are chosen."""
+    layer = Qwen3MoeLayer(SMALL, key=jax.random.key(0))
+    h_BTD = jax.random.normal(jax.random.key(1), (1, 2_000, 32), jnp.bfloat16)
+    chosen_BTA = feed_forward(layer, h_BTD)[1]
+    logits_BTX = h_BTD.astype(jnp.float32) @ layer.router_DX[...]
+    np.testing.assert_array_equal(chosen_BTA, jax.lax.top_k(logits_BTX, 2)[1])
+
+
 def test_files_of_both_layouts_hold_the_same_model(tmp_path):
     """Stacked as transformers 5 saves, and a matrix an expert as published: bit by bit."""
     stacked, published = tmp_path / "stacked", tmp_path / "published"
@@ -262,6 +271,9 @@ def updates(folder, *changes, mesh=(1, 2), **algo):
             batch = change(learner.make_batch(groups, advantage_PG, built.learning))
             batch = hosts.place(batch, learner.batch_shardings(built.mesh, routes=(2, 3)))
             start = built.load_start_weights()
+            if algo.get("old_logprobs") == "learner":
+                old_logp = built.old_logprobs(built.start_params(), start, batch)
+                batch = dataclasses.replace(batch, old_logp_BT=old_logp)
             found.append(built.update(built.start_state(), start, batch, 1e-3))
     on_host = [(jax.tree.map(np.asarray, s.params), jax.tree.map(float, m)) for s, m in found]
     return [before, *on_host]
@@ -273,12 +285,20 @@ def rotated(batch):
     return batch
 
 
+def reordered(batch):
+    """Every token goes to the same experts, named in another order."""
+    batch.route_BTLA[:] = batch.route_BTLA[..., ::-1].copy()
+    return batch
+
+
 def test_the_learner_takes_the_samplers_experts_and_counts_other_choices(folder):
     """In float32 it chooses the same: one update either way, bit by bit.
 
-    The reference policy goes the same ways: at the start there is no KL.
+    The passes of the reference policy and of old log-probabilities go the same ways: at the start
+    there is no KL, and the loss is that of ratios of 1.
     """
-    before, (replayed, metrics), (_, seen) = updates(folder, rotated, kl_coef=0.1)
+    how = {"kl_coef": 0.1, "old_logprobs": "learner"}
+    before, (replayed, metrics), (_, seen), (_, same) = updates(folder, rotated, reordered, **how)
     assert metrics["routes/differ"] == 0
     assert metrics["ratio_gap"] <= 1e-5
     moved = jax.tree.map(lambda a, b: (a != b).any(), before, replayed)
@@ -286,6 +306,9 @@ def test_the_learner_takes_the_samplers_experts_and_counts_other_choices(folder)
     assert 0.1 < seen["routes/differ"] < 0.2  # a third of the tokens, half of the layers
     assert seen["ratio_gap"] > 1e-2
     assert seen["kl"] < 1e-9
+    assert seen["loss"] == pytest.approx(metrics["loss"], abs=1e-6)
+    assert same["routes/differ"] == 0
+    assert same["ratio_gap"] <= 1e-5
 
     how = {"kl_coef": 0.1, "replay_routes": False}
     _, (chosen, other), (ignored, unseen) = updates(folder, rotated, **how)
