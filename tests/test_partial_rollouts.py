@@ -73,7 +73,7 @@ def whole(engine, params):
         (SMALL, ROOMY, CPU, 1, (1, 2, 5)),
         (WINDOWS, TIGHT, CPU, 1, (3, 6)),
         (SMALL, dataclasses.replace(TIGHT, slots=5), CPU, 2, (2, 4)),
-        pytest.param(SMALL, ROOMY, TPU, 1, (3,), marks=pytest.mark.slow),
+        pytest.param(WINDOWS, ROOMY, TPU, 1, (3,), marks=pytest.mark.slow),
     ],
     ids=["roomy", "tight, windows", "two shards", "tpu_interpret"],
 )
