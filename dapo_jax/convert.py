@@ -25,7 +25,7 @@ from dapo_jax.logs.alarms import require_finite
 from dapo_jax.setup import policy
 from dapo_jax.tasks import tokenizer
 from models import families, hf, peft
-from models.hf_config import CONFIG_FILE, load_config, read_config
+from models.hf_config import CONFIG_FILE, load_config, read_config, sees_images
 
 PARTIAL = ".partial"  # of what is being written
 # Keys of config.json that the model does not compute with, but that its users need.
@@ -63,9 +63,15 @@ def convert(
         run_config = policy.run_config(workdir, trust_code=trust_code)
         run, _, params, start = policy.load_policy(run_config, workdir, lambda *_: None, step=step)
         config, learning = run.programs.sizes, run.programs.learning
+        model_path = hub.local(run_config.model.path)
         if to_kind == "peft":
             if not learning.lora:
                 raise ValueError(f"--to is {target!r}, but {source} has learner.lora_rank = 0")
+            if model_path and sees_images(model_path):  # PEFT would find none of our names in it
+                raise ValueError(
+                    f"--to is {target!r}, but {model_path} sees images, too, and its text part has "
+                    "other names there; use --to=hf:DIR"
+                )
             require_finite(params, f"--from={source}")
             with _complete(to_path) as folder:
                 how = {"base": run_config.model.path, "dtype": dtype}
@@ -74,7 +80,6 @@ def convert(
         if learning.lora:
             params = learner.policy_weights(params, start, learning)
         params, start = learner.cast(params, dtype), None  # lets go of them
-        model_path = hub.local(run_config.model.path)
         tokenizer_path = epath.Path(hub.local(run_config.tokenizer.path) or model_path)
         kept = _kept(read_config(model_path)) if model_path else {}
         ends = list(run.tokenizer.stop_ids)

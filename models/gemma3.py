@@ -119,6 +119,9 @@ class Gemma3Config(ModelConfig):
     def layer_types(cls, raw):
         """Reads them, or makes every sixth layer a full one."""
         every = raw.get("sliding_window_pattern") or 6
+        if not isinstance(every, int) or every < 1:
+            rule = "must be a positive integer"
+            raise ValueError(f"sliding_window_pattern is {every!r:.200}, but {rule}")
         pattern = [
             FULL if (i + 1) % every == 0 else SLIDING for i in range(raw["num_hidden_layers"])
         ]
@@ -128,14 +131,15 @@ class Gemma3Config(ModelConfig):
     def plain(cls, raw):
         """Takes the two kinds' rope_parameters apart, as transformers 5 writes them."""
         of_kinds = raw.get("rope_parameters") or {}
-        if not {FULL, SLIDING} & of_kinds.keys():
+        if not isinstance(of_kinds, dict) or not {FULL, SLIDING} & of_kinds.keys():
             return raw
-        local = dict(of_kinds.get(SLIDING) or {})
-        theta = local.pop("rope_theta", None)
-        if local.pop("rope_type", "default") != "default" or local:
+        local = of_kinds.get(SLIDING) or {}
+        kind = local.get("rope_type", "default") if isinstance(local, dict) else local
+        if kind != "default" or local.keys() - {"rope_type", "rope_theta"}:
             raise ValueError(
                 f"rope_parameters is {of_kinds!r:.200}, but those of {SLIDING} must be unscaled"
             )
+        theta = local.get("rope_theta")
         given = {} if theta is None else {"rope_local_base_freq": theta}
         return raw | {"rope_parameters": of_kinds.get(FULL)} | given
 

@@ -279,7 +279,8 @@ def _of_stack(found, stack, parameters, layer, config) -> dict[str, FileTensor]:
     if tensor.shape != (sizes["E"], len(parameters) * rows, columns):
         return {}
     del found[stack]
-    step = math.prod(tensor.shape) // count * FILE_DTYPES[tensor.dtype].itemsize
+    dtype = FILE_DTYPES.get(tensor.dtype, jnp.dtype("int8"))  # `_check` refuses others
+    step = math.prod(tensor.shape) // count * dtype.itemsize
     of_each = itertools.product(range(sizes["E"]), parameters)
     return {
         p.tensor.format(layer, e): dataclasses.replace(

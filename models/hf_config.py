@@ -75,18 +75,31 @@ def read_config(path) -> dict[str, Any]:
 
     Of a model that sees images, too, its text part.
     """
+    raw = _read(path)
+    if not _sees_images(raw):
+        return raw
+    outer = {k: v for k, v in raw.items() if k not in ("architectures", "text_config")}
+    return outer | raw["text_config"]
+
+
+def sees_images(path) -> bool:
+    """Tells whether a directory's model sees images, too: its text part has other names there."""
+    return _sees_images(_read(path))
+
+
+def _sees_images(raw: Mapping[str, Any]) -> bool:
+    text = raw.get("text_config")
+    return isinstance(text, dict) and text.get("model_type") == f"{raw.get('model_type')}_text"
+
+
+def _read(path) -> dict[str, Any]:
     path = epath.Path(path)
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is not a directory; give a Hugging Face model directory")
     file = path / CONFIG_FILE
     if not file.exists():
         raise FileNotFoundError(f"{path} has no {CONFIG_FILE}; it holds {listing(path)}")
-    raw = read_json(file)
-    text = raw.get("text_config")
-    if isinstance(text, dict) and text.get("model_type") == f"{raw.get('model_type')}_text":
-        outer = {k: v for k, v in raw.items() if k not in ("architectures", "text_config")}
-        return outer | text
-    return raw
+    return read_json(file)
 
 
 def read_json(file: epath.Path) -> dict[str, Any]:
@@ -142,9 +155,12 @@ def config_of(raw: Mapping[str, Any]) -> ModelConfig:
 def _windows(raw: Mapping[str, Any], family: type[ModelConfig]) -> tuple[int | None, ...]:
     """Reads each layer's window; refuses layers that the family does not have."""
     types, computed = raw.get("layer_types"), family.layer_types(raw)
-    if computed != (types or computed) or len(computed) != raw["num_hidden_layers"]:
+    if computed != (types or computed):
         _refuse("layer_types", types, f"only {computed!r:.200} is supported")
-    if not {FULL, SLIDING}.issuperset(computed):
+    layers, kinds = raw["num_hidden_layers"], (FULL, SLIDING)
+    if not (isinstance(computed, list) and len(computed) == layers):
+        _refuse("layer_types", types, f"must be a list of num_hidden_layers = {layers}")
+    if any(kind not in kinds for kind in computed):
         _refuse("layer_types", types, f"only {FULL!r} and {SLIDING!r} are supported")
     if SLIDING not in computed:
         return ()

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ from engines import (
 from flax import nnx
 from golden import directory
 from quick import jit, random_params
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from dapo_jax import learner
 from dapo_jax.convert import convert
@@ -111,6 +112,15 @@ def test_outputs_and_gradients_equal_the_definition(norm_topk):
         assert np.abs(jax.tree.unflatten(graph, found[0]).router_DX[...]).max() > 1e-3
 
 
+def test_the_router_is_float32_where_tokens_are_bfloat16():
+    """Rounded as the tokens are, its probabilities tie, and others are chosen."""
+    layer = Qwen3MoeLayer(SMALL, key=jax.random.key(0))
+    h_BTD = jax.random.normal(jax.random.key(1), (1, 2_000, 32), jnp.bfloat16)
+    chosen_BTA = feed_forward(layer, h_BTD)[1]
+    logits_BTX = h_BTD.astype(jnp.float32) @ layer.router_DX[...]
+    np.testing.assert_array_equal(chosen_BTA, jax.lax.top_k(logits_BTX, 2)[1])
+
+
 def test_files_of_both_layouts_hold_the_same_model(tmp_path):
     """Stacked as transformers 5 saves, and a matrix an expert as published: bit by bit."""
     stacked, published = tmp_path / "stacked", tmp_path / "published"
@@ -134,6 +144,20 @@ def test_files_of_both_layouts_hold_the_same_model(tmp_path):
         for folder, how in ((stacked, None), (published, shardings))
     )
     jax.tree.map(np.testing.assert_array_equal, whole, split)
+
+
+def test_a_stack_of_another_shape_or_type_is_refused(tmp_path):
+    folder = directory(GOLDEN, tmp_path)
+    tensors, name = load_file(folder / "model.safetensors"), "model.layers.1.mlp.experts.down_proj"
+    save_file(tensors | {name: tensors[name].astype(np.int8)}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"wrong dtype: .*1.mlp.experts.0.down_proj.weight is I8"):
+        load_params(folder, load_config(folder), dtype="float32")
+    save_file(tensors, folder / "model.safetensors")
+    raw = json.loads((folder / "config.json").read_text()) | {"num_local_experts": 5}
+    (folder / "config.json").write_text(json.dumps(raw))
+    config = load_config(folder)
+    with pytest.raises(ValueError, match=r"missing: .*mlp.experts.0.gate_proj"):
+        load_params(folder, config, dtype="float32")
 
 
 def test_neighbours_change_no_bit_and_no_route():
@@ -231,7 +255,11 @@ def updates(folder, *changes, mesh=(1, 2), **algo):
         for change in changes:
             batch = change(learner.make_batch(groups, advantage_PG, built.learning))
             batch = hosts.place(batch, learner.batch_shardings(built.mesh, routes=(2, 3)))
-            found.append(built.update(built.start_state(), None, batch, 1e-3))
+            start = built.load_start_weights()
+            if algo.get("old_logprobs") == "learner":
+                old_logp = built.old_logprobs(built.start_params(), start, batch)
+                batch = dataclasses.replace(batch, old_logp_BT=old_logp)
+            found.append(built.update(built.start_state(), start, batch, 1e-3))
     on_host = [(jax.tree.map(np.asarray, s.params), jax.tree.map(float, m)) for s, m in found]
     return [before, *on_host]
 
@@ -242,17 +270,33 @@ def rotated(batch):
     return batch
 
 
+def reordered(batch):
+    """Every token goes to the same experts, named in another order."""
+    batch.route_BTLA[:] = batch.route_BTLA[..., ::-1].copy()
+    return batch
+
+
 def test_the_learner_takes_the_samplers_experts_and_counts_other_choices(folder):
-    """In float32 it chooses the same: one update either way, bit by bit."""
-    before, (replayed, metrics), (_, seen) = updates(folder, rotated)
+    """In float32 it chooses the same: one update either way, bit by bit.
+
+    The passes of the reference policy and of old log-probabilities go the same ways: at the start
+    there is no KL, and the loss is that of ratios of 1.
+    """
+    how = {"kl_coef": 0.1, "old_logprobs": "learner"}
+    before, (replayed, metrics), (_, seen), (_, same) = updates(folder, rotated, reordered, **how)
     assert metrics["routes/differ"] == 0
     assert metrics["ratio_gap"] <= 1e-5
     moved = jax.tree.map(lambda a, b: (a != b).any(), before, replayed)
     assert all(jax.tree.leaves(moved)), moved
     assert 0.1 < seen["routes/differ"] < 0.2  # a third of the tokens, half of the layers
     assert seen["ratio_gap"] > 1e-2
+    assert seen["kl"] < 1e-9
+    assert seen["loss"] == pytest.approx(metrics["loss"], abs=1e-6)
+    assert same["routes/differ"] == 0
+    assert same["ratio_gap"] <= 1e-5
 
-    _, (chosen, other), (ignored, unseen) = updates(folder, rotated, replay_routes=False)
+    how = {"kl_coef": 0.1, "replay_routes": False}
+    _, (chosen, other), (ignored, unseen) = updates(folder, rotated, **how)
     assert other == metrics
     assert unseen == metrics | {"routes/differ": seen["routes/differ"]}
     for params in (chosen, ignored):

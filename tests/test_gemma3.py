@@ -18,7 +18,7 @@ from dapo_jax.convert import convert
 from dapo_jax.sampler import cache
 from dapo_jax.setup import components
 from models import gemma3, load_hf, save_hf
-from models.hf_config import config_of, load_config
+from models.hf_config import config_of, load_config, sees_images
 from models.kernels.packed import packed_attention
 from models.precision import Weights
 from models.rope import LinearScaling
@@ -39,6 +39,12 @@ def test_layers_with_a_window_have_their_own_angles():
     assert small[:6] == ((512, 1e4, None),) * 5 + ((None, 1e6, None),)
     assert large[:6] == ((1_024, 1e4, None),) * 5 + ((None, 1e6, LinearScaling(8.0)),)
     assert [sum(kind.window is None for kind in kinds) for kinds in (small, large)] == [4, 5]
+
+
+def test_a_new_models_norms_scale_by_one():
+    norms = [p for p in SMALL.parameters.values() if "norm" in p.name]
+    assert len(norms) == 7
+    assert not any(p.init(None, p.shape(SMALL.axis_sizes)).any() for p in norms)
 
 
 @pytest.mark.parametrize("window", [1, 4, 9])
@@ -117,10 +123,14 @@ def test_a_published_config_is_its_preset(size):
     [
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
-        ({"layer_types": ["full_attention"]}, "layer_types is"),
-        ({"layer_types": ["chunked_attention"] * 26}, "layer_types is"),
+        ({"layer_types": ["full_attention"]}, "but must be a list of num_hidden_layers = 26"),
+        ({"layer_types": 26}, "layer_types is 26, but must be a list"),
+        ({"layer_types": ["chunked_attention"] * 26}, "only 'full_attention' and 'sliding_att"),
         ({"sliding_window": 0}, "sliding_window is 0"),
+        ({"sliding_window_pattern": "6"}, "sliding_window_pattern is '6'"),
         ({"rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}}, "must be unscaled"),
+        ({"rope_parameters": {"sliding_attention": 1e4}}, "must be unscaled"),
+        ({"rope_parameters": [1e4]}, "rope_parameters is .*must be null or an object"),
     ],
 )
 def test_what_is_not_computed_is_refused(changes, named):
@@ -176,6 +186,7 @@ def folder(tmp_path, request):
 
 def test_the_text_part_of_a_directory_is_read_and_written(folder, tmp_path):
     assert load_config(folder) == SMALL
+    assert sees_images(folder) and not sees_images(tmp_path / "text")
     expected = split(load_hf(tmp_path / "text"))[1]
     convert(f"hf:{folder}", f"hf:{tmp_path / 'out'}", dtype="float32")
     for found in (folder, tmp_path / "out"):

@@ -203,10 +203,13 @@ def run(tmp_path_factory):
     return folder, config, programs, adapters, checkpoints
 
 
-def test_a_run_is_exported_with_its_factors_added_or_beside_as_peft_names_them(run, tmp_path):
+def test_a_run_is_exported_with_its_factors_added_or_beside_as_peft_names_them(
+    run, tmp_path, monkeypatch
+):
     """transformers reads W + scale * A B; nothing of LoRA is left to know about.
 
-    PEFT multiplies by lora_A [R, in], then by lora_B [out, R], and by lora_alpha / r.
+    PEFT multiplies by lora_A [R, in], then by lora_B [out, R], and by lora_alpha / r. Of a model of
+    images too it would find no module by our names, and change nothing.
     """
     folder, config, programs, adapters, _ = run
     for kind in ("hf", "peft"):
@@ -233,6 +236,9 @@ def test_a_run_is_exported_with_its_factors_added_or_beside_as_peft_names_them(r
         np.testing.assert_allclose(merged.T, expected[layer].reshape(len(A.T), -1), atol=1e-5)
     with pytest.raises(ValueError, match="only a run has factors"):
         convert.convert(f"hf:{config.model.path}", f"peft:{tmp_path / 'x'}", dtype="float32")
+    monkeypatch.setattr(convert, "sees_images", lambda path: path == config.model.path)
+    with pytest.raises(ValueError, match=r"sees images, too, .* use --to=hf:DIR"):
+        convert.convert(f"run:{folder}", f"peft:{tmp_path / 'y'}", dtype="float32")
 
 
 def test_a_start_model_that_has_changed_is_refused(run, tmp_path):

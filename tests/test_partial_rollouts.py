@@ -30,8 +30,11 @@ from dapo_jax.checkpoints.progress import Progress
 from dapo_jax.sampler.engine import Engine
 from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.types import PartialGroup, Prompt, Response
+from models.gemma3 import Gemma3Config
 from models.kernels import KERNELS, paged_tpu
 
+# A layer with a window below one without: keys that are computed again depend on what it sees.
+WINDOWS = Gemma3Config(64, 32, 48, 2, 4, 2, 8, True, windows=(6, None), query_scalar=8)
 CPU, TPU = KERNELS["cpu"], KERNELS["tpu_interpret"]
 
 
@@ -64,21 +67,22 @@ def small():
 
 
 @pytest.mark.parametrize(
-    ("cache", "kernels", "shards", "blocks"),
+    ("config", "cache", "kernels", "shards", "blocks"),
     [
-        (SPARE, CPU, 1, (1, 2, 5)),
-        (SCARCE, CPU, 1, (3, 6)),
-        (dataclasses.replace(SCARCE, slots=5), CPU, 2, (2, 4)),
-        pytest.param(SPARE, TPU, 1, (3,), marks=pytest.mark.slow),
+        (SMALL, SPARE, CPU, 1, (1, 2, 5)),
+        (WINDOWS, SCARCE, CPU, 1, (3, 6)),
+        (SMALL, dataclasses.replace(SCARCE, slots=5), CPU, 2, (2, 4)),
+        pytest.param(WINDOWS, SPARE, TPU, 1, (3,), marks=pytest.mark.slow),
     ],
-    ids=["spare", "scarce", "two shards", "tpu_interpret"],
+    ids=["spare", "scarce, windows", "two shards", "tpu_interpret"],
 )
 def test_a_response_goes_on_as_if_it_had_never_stopped(
-    small, monkeypatch, cache, kernels, shards, blocks
+    monkeypatch, config, cache, kernels, shards, blocks
 ):
     """With the same weights its tokens are those of an uninterrupted session."""
     monkeypatch.setattr(paged_tpu, "pages_per_block", lambda v_PKCH: 2)
-    engine, params = build(SMALL, cache, small, shards=shards, kernels=kernels)
+    params = random_params(config)[1]
+    engine, params = build(config, cache, params, shards=shards, kernels=kernels)
     expected, _ = sample_prompts(engine, params, **OF_FEW)
     for after, keeps in itertools.product(blocks, (False, True)):
         responses, partial = interrupted(engine, params, blocks=after, keeps=keeps)

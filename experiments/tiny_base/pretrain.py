@@ -18,6 +18,8 @@ from dapo_jax.tasks.arithmetic import generate, worked_solution
 from dapo_jax.tasks.readers import PROMPT_TEMPLATE
 from dapo_jax.tasks.tokenizer import load_tokenizer
 from experiments.tiny_base.supervised import fit, packed_batches, save
+from models.hf import load_params
+from models.parameters import ModelConfig
 from models.qwen2 import PRESETS
 from models.transformer import Transformer, split
 
@@ -36,10 +38,10 @@ flags.DEFINE_string("out", str(pathlib.Path(__file__).parent / "checkpoint"), "T
 flags.DEFINE_integer("num_steps", 5_000, "Optimizer steps.", lower_bound=1)
 
 
-def solved_problems(count: int, seed: int, *, flawed: bool):
+def solved_problems(count: int, seed: int, *, flawed: bool, levels=LEVELS):
     """`count` (prompt text, solution text) pairs of the train split."""
     rng = np.random.default_rng([SEED, seed])
-    for problem in generate(LEVELS, count, int(rng.integers(2**62)), split="train"):
+    for problem in generate(levels, count, int(rng.integers(2**62)), split="train"):
         ramble = RAMBLE if rng.random() < RAMBLERS else 0.0
         flaws = {"wrong": WRONG_STEPS, "ramble": ramble, "unformatted": UNFORMATTED}
         solution = worked_solution(problem, rng, **{k: v * flawed for k, v in flaws.items()})
@@ -73,15 +75,25 @@ def train_tokenizer(path: pathlib.Path, vocab_size: int) -> None:
 
 
 def main(_):
-    out = pathlib.Path(FLAGS.out)
+    pretrain(PRESETS["tiny"], pathlib.Path(FLAGS.out), num_steps=FLAGS.num_steps)
+
+
+def pretrain(
+    config: ModelConfig, out: pathlib.Path, *, num_steps: int, levels=LEVELS, start: str = ""
+) -> None:
+    """Makes a directory with a tokenizer and a model of these sizes, trained on such solutions.
+
+    start: a directory whose weights it begins with; "": random ones.
+    """
     out.mkdir(parents=True, exist_ok=True)
-    config, num_steps = PRESETS["tiny"], FLAGS.num_steps
     train_tokenizer(out / "tokenizer.model", config.vocab_size)
     tokenizer = load_tokenizer(out, stop_tokens=None, chat="none")
     graph, params = split(Transformer(config, key=jax.random.key(SEED)))
+    if start:
+        params = load_params(start, config, dtype="float32")
     batches = packed_batches(
         lambda seed, step: solved_problems(
-            1_000, seed, flawed=step >= num_steps * (1 - FLAWED_SHARE)
+            1_000, seed, flawed=step >= num_steps * (1 - FLAWED_SHARE), levels=levels
         ),
         tokenizer,
         num_steps=num_steps,
