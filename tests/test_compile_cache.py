@@ -16,6 +16,7 @@ from dapo_jax.process import compile_cache
 # A process says what it loaded and compiled, and where that lies.
 PROGRAM = """
 import json, sys, jax, jax.numpy as jnp
+from dapo_jax.process import compile_cache
 seen = []
 jax.monitoring.register_event_listener(lambda name, **_: seen.append(name.rpartition("/")[2]))
 compile_cache.enable(several="several" in sys.argv)

@@ -209,6 +209,7 @@ def test_what_jax_raises_where_another_process_is_gone(text, lost):
 
 FAILS = """
 import os, time
+from dapo_jax.process import hosts
 hosts.start(several=True, cpu_devices=2)
 process = int(os.environ[hosts.PROCESS])
 values = hosts.gather({"process": process})

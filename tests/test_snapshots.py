@@ -144,6 +144,7 @@ import sys
 import numpy as np
 from states import snapshots, take
 from dapo_jax.cli import command
+from dapo_jax.process import hosts
 from sharding import rules
 from sharding.mesh import make_mesh
 folder, failing = sys.argv[1:]
