@@ -207,7 +207,8 @@ def finish(
 
     tokens = progress.sampled_tokens_total + rollouts.stats.sampled_tokens
     seconds = (run.seconds if step == run.step else {}) | watch.seconds()
-    seconds |= {"snapshot": (before := run.snapshots.seconds), "total": seconds["total"] + before}
+    before = run.snapshots.spent_seconds()
+    seconds |= {"snapshot": before, "total": seconds["total"] + before}
     done = dataclasses.replace(done, sampled_tokens_total=tokens, seconds=seconds)
     row = metrics.step_row(done) | digested
     stopped = run.alarms.look(row, done, before=progress.row or {})

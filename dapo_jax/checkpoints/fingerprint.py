@@ -21,7 +21,7 @@ from ml_collections import ConfigDict
 
 from configs.base import MAY_CHANGE, OF_POLICY, eval_settings, mixture_settings
 from dapo_jax import hub
-from dapo_jax.cli.config_flags import as_json, config_differences, fill_open
+from dapo_jax.cli.config_flags import as_json, config_differences, current, fill_open
 from dapo_jax.logs.files import read_json, read_rows, read_starts
 from dapo_jax.logs.provenance import NAME as STARTS
 from dapo_jax.process import hosts
@@ -237,7 +237,7 @@ def require_same_config(config: ConfigDict, workdir: pathlib.Path) -> None:
         theirs = read_json(file)
     except ValueError as error:
         raise ValueError(f"{error}; or remove it: checkpoints have the config too") from error
-    ours = ConfigDict(config)
+    ours = current(as_json(config))
     fill_open(ours, theirs)
     differing = config_differences(theirs, as_json(ours), but=MAY_CHANGE)
     steps = theirs["num_steps"]

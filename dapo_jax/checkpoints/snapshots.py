@@ -71,7 +71,7 @@ class Snapshots:
         self._stopped_at: float | None = None  # when it came
         self._error: BaseException | None = None
         self._orders = 0
-        self.seconds = 0.0  # of the last `take`
+        self._seconds = 0.0  # of `take`, not yet told
 
     def __enter__(self) -> "Snapshots":
         self._saver = threading.Thread(target=self._run, name="saver", daemon=True)
@@ -113,7 +113,12 @@ class Snapshots:
             if force:
                 self._changed.wait_for(lambda: snapshot not in self._pending or self._error)
                 self._raise_error()
-        self.seconds = time.monotonic() - start
+        self._seconds += time.monotonic() - start
+
+    def spent_seconds(self) -> float:
+        """Returns the seconds that `take` had since the last call."""
+        spent, self._seconds = self._seconds, 0.0
+        return spent
 
     def _save_newest(self) -> None:
         """Asks for the newest snapshot, due or not: of all processes, the main one decides."""

@@ -14,6 +14,7 @@ differ. The parent is read and never written to.
 """
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import pathlib
@@ -23,7 +24,7 @@ import jax
 from absl import logging
 from clu import parameter_overview
 from etils import epath
-from ml_collections import ConfigDict, FrozenConfigDict
+from ml_collections import ConfigDict
 
 from configs.base import leaves
 from dapo_jax import hub, losses
@@ -47,12 +48,31 @@ from dapo_jax.tasks.datasets import Dataset
 from dapo_jax.tasks.tokenizer import Tokenizer
 
 
+class Resolved(ConfigDict):
+    """A copy of a config whose keys nothing sets; AttributeError says so.
+
+    A FrozenConfigDict would refuse arguments of a task with dicts in a list, and change lists.
+    """
+
+    def __init__(self, config: ConfigDict):
+        super().__init__(type_safe=False)
+        for name, value in config.items():
+            is_section = isinstance(value, ConfigDict)
+            super().__setitem__(name, Resolved(value) if is_section else copy.deepcopy(value))
+
+    def __setitem__(self, name: str, value):
+        raise AttributeError(f"a resolved config is not changed: {name} = {value!r:.80}")
+
+    def __delitem__(self, name: str):
+        raise AttributeError(f"a resolved config is not changed: {name}")
+
+
 @dataclasses.dataclass(frozen=True)
 class Planned:
     """A config with all sizes, its tokenizer and data, and its programs, not yet compiled.
 
-    config: resolved and immutable. data: what the command reads of it. chosen: a line with the keys
-    that were open.
+    config: resolved. data: what the command reads of it. chosen: a line with the keys that were
+    open.
     """
 
     config: ConfigDict
@@ -147,7 +167,7 @@ def plan(wish: ConfigDict, read: Callable, fit: Callable, *, training: bool, dev
         auto_sizes.fit_data(config, data, given=given)
     fit(config, tokenizer, data)
     checks.check(config)
-    config = FrozenConfigDict(config)
+    config = Resolved(config)
     chosen = [f"{key} = {value!r}" for key, value in leaves(config) if value != given[key]]
     if chosen:
         chosen = [f"chosen by the model, the data and the devices: {', '.join(chosen)}"]

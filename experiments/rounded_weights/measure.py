@@ -205,7 +205,8 @@ def sampled(model: str, seed: int, workdir: pathlib.Path) -> Iterator[Step]:
     config.seed, config.eval.every_steps, config.mesh.cpu_devices = seed, 0, 1
     with contextlib.ExitStack() as stack:
         run, state, _ = start.open_run(config, workdir / f"{model}_{seed}", None, stack)
-        rollouts, _, _ = train.sample(run, 0, state, Progress(), Stopwatch())
+        config = run.config
+        rollouts, _, _ = train.sample(run, 0, state, Progress(), None, Stopwatch())
         reward_PG = train.reward(config, rollouts)
         advantage_PG = train.advantage(config, rollouts, reward_PG)
         per_update = config.rollout.num_prompts // config.updates_per_step
