@@ -134,8 +134,8 @@ class Gemma3Config(ModelConfig):
         if not isinstance(of_kinds, dict) or not {FULL, SLIDING} & of_kinds.keys():
             return raw
         local = of_kinds.get(SLIDING) or {}
-        kind = local.get("rope_type", "default") if isinstance(local, dict) else local
-        if kind != "default" or local.keys() - {"rope_type", "rope_theta"}:
+        plain = isinstance(local, dict) and local.get("rope_type", "default") == "default"
+        if not plain or local.keys() - {"rope_type", "rope_theta"}:
             raise ValueError(
                 f"rope_parameters is {of_kinds!r:.200}, but those of {SLIDING} must be unscaled"
             )

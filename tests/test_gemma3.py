@@ -130,6 +130,7 @@ def test_a_published_config_is_its_preset(size):
         ({"sliding_window_pattern": "6"}, "sliding_window_pattern is '6'"),
         ({"rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}}, "must be unscaled"),
         ({"rope_parameters": {"sliding_attention": 1e4}}, "must be unscaled"),
+        ({"rope_parameters": {"sliding_attention": "default"}}, "must be unscaled"),
         ({"rope_parameters": [1e4]}, "rope_parameters is .*must be null or an object"),
     ],
 )

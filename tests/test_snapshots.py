@@ -25,6 +25,7 @@ def test_due_and_forced_snapshots_are_saved(tmp_path):
         for step in range(1, 9):
             take(run, step, STATE, cursor=step, force=step == 8)
         assert saved_steps(tmp_path) == [3, 6, 8]  # the forced one before `take` returns
+        assert run.spent_seconds() > run.spent_seconds() == 0  # told once
 
 
 def test_a_state_that_is_donated_after_the_snapshot_is_saved_as_it_was(tmp_path):
