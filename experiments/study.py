@@ -9,6 +9,7 @@ rows.jsonl.gz. experiments/NAME/study.py has the Study. The exit status is the s
 """
 
 import dataclasses
+import functools
 import importlib
 import itertools
 import json
@@ -43,6 +44,7 @@ CLIPPED = tuple(
 )
 ALPHA = 1 - statistics.CONFIDENCE
 POST_HOC = "post hoc"  # asked when the runs were there, to explain them
+table = functools.partial(compare.table, aligned=False)  # of a page
 HOW_TO_READ = "[how to read it](../README.md#how-to-read-a-result)"
 
 
@@ -237,12 +239,6 @@ def _means(
     said = f"Mean ± standard deviation over {len(study.seeds)} seeds; {HOW_TO_READ}."
     lines = [said, "", *table(["", *heads], varied)]
     return lines + ["", f"In every arm: {', '.join(alike)}."] * bool(alike)
-
-
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a Markdown table."""
-    lines = ["|" + "|".join(cells) + "|" for cells in (heads, *rows)]
-    return [lines[0], "|" + "---|" * len(heads), *lines[1:]]
 
 
 def said_once(rows: Sequence[Sequence[str]]) -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""What commands make of their flags: several command lines of one module in one process."""
+"""Command lines of one module, read in one process: the configs or the refusals that they give."""
 
 import json
 

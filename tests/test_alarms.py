@@ -1,4 +1,4 @@
-"""What sets off an alarm or stops a run; an alarm comes once, after a resume as well."""
+"""Alarms: their conditions, and those that stop a run; each comes once, after a resume as well."""
 
 import json
 import types

@@ -393,7 +393,7 @@ CALL = f"So:\n<tool_call>\n<function=multiply>\n{GIVEN}</function>\n</tool_call>
     ],
 )
 def test_a_models_own_form_of_calls_is_read_by_its_response_template(calls, turn, said, tmp_path):
-    """What it finds no call in is read as the others are.
+    """A turn in which it finds no call is read as the others are.
 
     The library raises for a broken one, which ended the run as an environment's failure.
     """

@@ -253,7 +253,7 @@ def test_bfloat16_is_as_near_to_float32_on_a_gpu_as_plain_attention_is(few, monk
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_is_kept_for_the_backward_pass_is_not_computed_a_second_time(dtype):
-    """Of 7 products of a layer 6 are needed again, and attention's 2 in a loop.
+    """Six of a layer's 7 products are needed again, and attention's 2 in a loop.
 
     In bfloat16 a product has a gradient of its own (models.precision), and a policy that looks for
     products did not see it: keep_products kept nothing.

@@ -1,4 +1,4 @@
-"""What is refused before anything starts: what was given, and words of the one line that says so.
+"""Refusals before anything starts: each with what was given, and words of its one line.
 
 Refusals that need a run, its files or data are beside those.
 """

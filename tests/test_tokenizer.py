@@ -259,7 +259,7 @@ def qwen_folder(shared):
 
 
 def test_qwen_vectors(qwen_folder):
-    """Of ids, and of chats: its own template has a system message where there is none."""
+    """Its ids, and its chats: the template has a system message where there is none."""
     plain, chat = load(qwen_folder), load(qwen_folder, chat="template")
     vectors = json.loads((qwen_folder / "tokenizer_test_vectors.json").read_text(encoding="utf-8"))
     assert len(vectors) == 48

@@ -237,9 +237,14 @@ def markdown(runs: Mapping[str, Run], *, baseline: str = "", title: str) -> str:
     return "\n".join([*lines, METHOD, ""])
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a Markdown table with aligned columns."""
+def table(
+    heads: Sequence[str], rows: Sequence[Sequence[str]], *, aligned: bool = True
+) -> list[str]:
+    """Lines of a Markdown table; aligned: with columns that a terminal shows below each other."""
     cells = [[cell.replace("|", "\\|") for cell in row] for row in (heads, *rows)]
+    if not aligned:
+        lines = ["|" + "|".join(row) + "|" for row in cells]
+        return [lines[0], "|" + "---|" * len(heads), *lines[1:]]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in cells]
     rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"

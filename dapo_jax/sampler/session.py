@@ -453,9 +453,13 @@ class Session:
                 self._scheduler.resume(number, sample, first_tokens=first)
                 continue
             stopped = response.stopped and not answer.is_cut
-            of_episode = ("verdict", "measures", "turns")
-            ended = {name: getattr(answer, name) for name in of_episode}
-            response = dataclasses.replace(response, stopped=stopped, **ended)
+            response = dataclasses.replace(
+                response,
+                stopped=stopped,
+                verdict=answer.verdict,
+                measures=answer.measures,
+                turns=answer.turns,
+            )
             self._scheduler.end(number, sample)
             finished += self._ended(number, sample, response)
         return finished
