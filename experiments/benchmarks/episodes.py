@@ -1,11 +1,12 @@
-"""Episodes of about four turns beside one response of as many tokens: sampling alone.
+"""Episodes of four turns beside one response of as many tokens: sampling alone.
 
     python -m experiments.benchmarks.episodes
 
 A turn ends at one of many stop tokens, after 48 tokens on average; its environment gives 16 tokens
-and takes --call_seconds. Both parties decode the same programs' model to the same limit.
+and takes --call_seconds. Each response of the other party has the length of an episode.
 """
 
+import collections
 import dataclasses
 import queue
 import threading
@@ -25,18 +26,19 @@ flags.DEFINE_string("size", "1.25", "Millions of parameters.")
 flags.DEFINE_integer("slots", 64, "Slots of the engine.")
 flags.DEFINE_integer("groups", 32, "Groups of eight episodes.")
 flags.DEFINE_list("call_seconds", ["0", "0.1", "0.5"], "That an environment takes for an answer.")
-flags.DEFINE_integer("block_tokens", 16, "Decode steps of a block.")
+flags.DEFINE_integer("block_tokens", 8, "Decode steps of a block.")
 flags.DEFINE_integer("slot_tokens", 256, "Tokens of cache for a slot, as rollout.slot_tokens.")
 flags.DEFINE_integer("devices", 2, "Devices that the CPU is counted as.")
 flags.DEFINE_integer("rounds", 3, "Turns of every party; the best counts.")
-GROUP, PROMPT, RESPONSE, TURN, GIVEN = 8, 64, 256, 48, 16
+GROUP, PROMPT, RESPONSE, TURNS, TURN, GIVEN = 8, 64, 512, 4, 48, 16
 
 
 class Fixed:
-    """Environments that give the same tokens to each turn, after so many seconds."""
+    """Environments that give the same tokens to each turn but the last, after so many seconds."""
 
     def __init__(self, seconds: float):
         self._seconds, self._asked, self._found = seconds, 0, queue.SimpleQueue()
+        self._turns = collections.Counter()
 
     def plays(self, prompt) -> bool:
         return True
@@ -46,9 +48,13 @@ class Fixed:
 
     def ask(self, where, cursor, prompt, response, room) -> None:
         self._asked += 1
-        more = range(1, 1 + GIVEN) if response.stopped and room > GIVEN else ()
-        found = (where, Answer(more))
-        threading.Timer(self._seconds, self._found.put, (found,)).start()
+        self._turns[where] += 1
+        goes_on = response.stopped and room > GIVEN and self._turns[where] < TURNS
+        found = (where, Answer(range(1, 1 + GIVEN) if goes_on else ()))
+        if self._seconds:
+            threading.Timer(self._seconds, self._found.put, (found,)).start()
+        else:
+            self._found.put(found)
 
     def answers(self, *, wait: bool):
         found = []
@@ -65,7 +71,7 @@ def main(_):
         requests=FLAGS.slots,
         rollout__group_size=GROUP,
         rollout__max_prompt_tokens=PROMPT,
-        rollout__max_response_tokens=max(RESPONSE, FLAGS.slot_tokens),  # a slot has no more
+        rollout__max_response_tokens=RESPONSE,
         rollout__slot_tokens=FLAGS.slot_tokens,
         rollout__page_tokens=64,
         rollout__block_tokens=FLAGS.block_tokens,
@@ -74,20 +80,20 @@ def main(_):
     params = built.reshard(built.start_params(), None)
     prompts = common.random_prompts(built, FLAGS.groups, PROMPT)
     plain = common.stream(built)
-    limited = dataclasses.replace(plain.sampling, max_response_tokens=RESPONSE)
-    plain = Stream(plain.key, limited)
     stops = tuple(range(common.SIZES[FLAGS.size].vocab_size // TURN))
-    turns = Stream(plain.key, dataclasses.replace(limited, stop_ids=stops))
+    turns = Stream(plain.key, dataclasses.replace(plain.sampling, stop_ids=stops))
 
-    def sampled(stream, environments):
-        """Samples all groups: (seconds a token, idle share, given, of a step, CPU seconds)."""
+    def sampled(stream, environments=None, lengths_PG=None):
+        """Samples all groups: (seconds a token, idle share, given, of a step, CPU s), lengths."""
         start, cpu_start, groups = time.perf_counter(), time.process_time(), []
         session = Session(built.engine, params, stream, environments=environments)
         for cursor, prompt in enumerate(prompts):
-            session.submit(cursor, Prompt(prompt), group_size=GROUP)
+            limits = lengths_PG and lengths_PG[cursor]
+            session.submit(cursor, Prompt(prompt), group_size=GROUP, max_tokens=limits)
         while session.unfinished:
             groups += session.step()
         seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
+        groups.sort(key=lambda group: group.cursor)
         responses = [response for group in groups for response in group.responses]
         tokens = sum(len(response.tokens_T) for response in responses)
         given = sum(int(np.sum(~response.sampled_T)) for response in responses)
@@ -95,21 +101,19 @@ def main(_):
         steps = sum(block.steps * len(block.cursor_B) for block in blocks)
         free = sum(block.steps * int(np.sum(block.cursor_B < 0)) for block in blocks)
         step_seconds = seconds / sum(block.steps for block in session.blocks)
-        return (
-            seconds / tokens,
-            free / max(steps, 1),
-            given / tokens,
-            step_seconds,
-            cpu_seconds / tokens,
-        )
+        found = seconds / tokens, free / max(steps, 1), given / tokens, step_seconds
+        lengths_PG = [[len(response.tokens_T) for response in it.responses] for it in groups]
+        return (*found, cpu_seconds / tokens), lengths_PG
 
-    parties = {"one response": (plain, lambda: None)}
+    _, lengths_PG = sampled(turns, Fixed(0))
+    parties = {"one response": lambda: sampled(plain, lengths_PG=lengths_PG)}
     for text in FLAGS.call_seconds:
-        parties[f"episodes, calls of {text} s"] = turns, lambda text=text: Fixed(float(text))
+        party = lambda text=text: sampled(turns, Fixed(float(text)))  # noqa: E731
+        parties[f"episodes, calls of {text} s"] = party
     best = {}
     for _ in range(FLAGS.rounds):
-        for name, (stream, environments) in parties.items():
-            best[name] = min(best.get(name, (np.inf,)), sampled(stream, environments()))
+        for name, party in parties.items():
+            best[name] = min(best.get(name, (np.inf,)), party()[0])
     print(
         f"{common.machine()}, commit {common.commit()}; {built.engine.cache.slots} slots a device"
     )

@@ -2,9 +2,9 @@
 
     TORCH_PYTHON experiments/benchmarks/trl_episodes.py [--call_seconds=0.1] [--groups=32]
 
-The model of 1.25 M parameters with random weights, 64 tokens of a prompt and up to 256 of an
-episode, in which a turn ends at one of as many stop tokens and a tool gives 16 tokens. The time is
-of sampling and of the tool's calls. Nothing of this project is imported.
+The model of 1.25 M parameters with random weights, 64 tokens of a prompt and episodes of four
+turns, in which a turn ends at one of as many stop tokens and a tool gives 16 tokens. The time is of
+sampling and of the tool's calls. Nothing of this project is imported.
 """
 
 import argparse
@@ -18,7 +18,7 @@ with contextlib.suppress(ModuleNotFoundError):  # what lists our modules imports
     from trl import GRPOConfig, GRPOTrainer
     from trl.trainer import grpo_trainer
 
-GROUP, PROMPT, RESPONSE, TURN, GIVEN, VOCAB = 8, 64, 256, 48, 16, 2_048
+GROUP, PROMPT, RESPONSE, TURNS, TURN, GIVEN, VOCAB = 8, 64, 512, 4, 48, 16, 2_048
 TEMPLATE = """{% for m in messages %}t1 {{ m.content }} {% for c in m.tool_calls or () %}
 {{ c.function.name }} {{ c.function.arguments }} {% endfor %}t0 {% endfor %}
 {% if add_generation_prompt %}t2{% endif %}"""
@@ -61,7 +61,8 @@ def main(call_seconds: float, groups: int) -> None:
     config = GRPOConfig(
         output_dir="trl_out",
         **{"per_device_train_batch_size": groups * GROUP, "num_generations": GROUP, "max_steps": 1},
-        **{"max_completion_length": RESPONSE, "temperature": 1.0, "bf16": False, "use_cpu": True},
+        **{"max_completion_length": RESPONSE, "max_tool_calling_iterations": TURNS - 1},
+        **{"temperature": 1.0, "bf16": False, "use_cpu": True},
         **{"report_to": [], "save_strategy": "no", "gradient_checkpointing": False},
     )
     question = [{"role": "user", "content": " ".join(["t5"] * (PROMPT - 3))}]
