@@ -19,7 +19,7 @@ import jax
 import pytest
 from bucket import bucket, flip, folders
 from processes import ROOT, free_port, ran, started, wait_for
-from runs import SCHEDULE, responses, rows_without_timings
+from runs import SCHEDULE, digests, responses, rows_without_timings
 
 from dapo_jax.cli import command
 from dapo_jax.convert import convert
@@ -64,7 +64,7 @@ def assert_same_run(workdir, expected, *, bitwise=False, except_for=()):
                 assert ours[step][key] < 1e-6
             else:
                 assert ours[step][key] == pytest.approx(value, rel=2e-5, abs=1e-7), (step, key)
-    for file in (expected / "eval").iterdir():
+    for file in (expected / "eval").glob("*"):
         assert (workdir / "eval" / file.name).read_bytes() == file.read_bytes()
 
 
@@ -155,6 +155,39 @@ def test_two_restart_loops_go_on_after_one_worker_is_killed(runs, two_devices):
     logs = [sorted(pathlib.Path(f"{workdir}_{i}.logs").glob("attempt-*")) for i in range(2)]
     assert [len(files) for files in logs] == [2, 2]
     assert_same_run(workdir, two_devices, bitwise=True)
+
+
+@pytest.mark.slow
+def test_a_process_killed_inside_a_call_of_an_environment_changes_nothing(tmp_path):
+    """The other ends with the status that a launcher tries again; both go on bitwise."""
+    kill = tmp_path / "kill"
+    keys = {
+        "num_steps": STEPS,
+        **{"checkpoint.every_steps": 1, "eval.every_steps": 0, "mesh.cpu_devices": 2},
+        **{"rollout.max_response_tokens": 96, "learner.row_tokens": 512},
+        "data.train.environment": "tests.ext_tasks.slow:Deadly",
+    }
+    command = ["-m", "dapo_jax.train", "--config=tests/small_config.py"]
+    command += [f"--config.{key}={value}" for key, value in keys.items()]
+    more = {"JAX_PLATFORMS": "cpu", "KILL": str(kill)}
+
+    def codes(name, processes, *, kills=False):
+        arguments = [*command, f"--workdir={tmp_path / name}"]
+        arguments += ["--distributed"] * (processes > 1)
+        with contextlib.ExitStack() as stack:
+            log = stack.enter_context((tmp_path / f"{name}.txt").open("a"))
+            given = {"processes": processes, "outputs": [log] * processes, "more": more}
+            group = stack.enter_context(started(arguments, **given))
+            if kills:
+                wait_for((tmp_path / name / "checkpoints" / "1").is_dir, seconds=SECONDS)
+                kill.touch()
+            return [process.wait(timeout=SECONDS) for process in group]
+
+    assert codes("whole", 1) == [0]
+    assert codes("killed", 2, kills=True) == [75, -signal.SIGKILL] and not kill.exists()
+    assert codes("killed", 2) == [0, 0]
+    assert_same_run(tmp_path / "killed", tmp_path / "whole", bitwise=True, except_for=SCHEDULE)
+    assert digests(tmp_path / "killed", STEPS) == digests(tmp_path / "whole", STEPS)
 
 
 @pytest.mark.slow
