@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-import json
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +26,7 @@ from engines import (
 from flax import nnx
 from golden import directory
 from quick import jit, random_params
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from dapo_jax import learner
 from dapo_jax.convert import convert
@@ -146,16 +145,9 @@ def test_files_of_both_layouts_hold_the_same_model(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, whole, split)
 
 
-def test_a_stack_of_another_shape_or_type_is_refused(tmp_path):
+def test_a_stack_of_more_experts_than_the_config_has_is_refused(tmp_path):
     folder = directory(GOLDEN, tmp_path)
-    tensors, name = load_file(folder / "model.safetensors"), "model.layers.1.mlp.experts.down_proj"
-    save_file(tensors | {name: tensors[name].astype(np.int8)}, folder / "model.safetensors")
-    with pytest.raises(ValueError, match=r"wrong dtype: .*1.mlp.experts.0.down_proj.weight is I8"):
-        load_params(folder, load_config(folder), dtype="float32")
-    save_file(tensors, folder / "model.safetensors")
-    raw = json.loads((folder / "config.json").read_text()) | {"num_local_experts": 5}
-    (folder / "config.json").write_text(json.dumps(raw))
-    config = load_config(folder)
+    config = dataclasses.replace(load_config(folder), num_experts=5)
     with pytest.raises(ValueError, match=r"missing: .*mlp.experts.0.gate_proj"):
         load_params(folder, config, dtype="float32")
 
@@ -197,11 +189,10 @@ def chosen(graph, params, tokens_BT):
     return model.hidden(tokens_BT, position_BT, lambda q, k, v: attention(q, k, v, mask_BTS))[1]
 
 
-@pytest.mark.parametrize(("cache", "shards"), [(SPARE, 1), (SCARCE, 2)], ids=["spare", "scarce"])
-def test_routes_are_those_that_the_sampler_took(small, cache, shards, monkeypatch):
+def test_routes_are_those_that_the_sampler_took(small, monkeypatch):
     """Prompts' too; samples are preempted, recomputed and moved, and go on over a step's end."""
     monkeypatch.setattr(plan, "BALANCE_SLACK", -1.0)  # shards take samples of others
-    engine, sampled = build(SMALL, cache, small[1], shards=shards)
+    engine, sampled = build(SMALL, SCARCE, small[1], shards=2)
     uninterrupted, _ = sample_prompts(engine, sampled, **OF_FEW)
     expected = {
         (cursor, i): chosen_by(small, FEW[cursor], response)
@@ -313,14 +304,7 @@ def test_an_update_of_experts_over_devices_equals_one_devices(folder):
         assert other["grad_norm"] == pytest.approx(metrics["grad_norm"], rel=1e-5)
 
 
-# Settings.
-
-
-def test_lora_leaves_experts_and_router_alone(folder):
+def test_lora_of_experts_is_refused(folder):
     message = r"lora_targets has gate, up, down, which model_type .qwen3_moe. .* q, k, v, o"
     with pytest.raises(ValueError, match=message):
         programs("qwen3_moe", folder, lora_rank=2)
-    lora = {"lora_rank": 2, "lora_targets": ("q", "k", "v", "o")}
-    built = programs("qwen3_moe", folder, learner=lora)
-    names = {name.partition("_")[0] for name in built.state.params["layers"]}
-    assert names == set("qkvo")
