@@ -8,8 +8,7 @@ It runs transformers, in an environment of its own, away from the project's:
 
 Keys are MODEL/config (config.json's text), MODEL/weights/NAME (float16, exact: the models' float32
 weights are rounded to it first) and MODEL/CASE/{tokens_BT,segment_BT,logits_BTV}. Logits are
-float32, and zero where segment_BT is 0 (padding, whose tokens are random). A packed row's logits
-come from each of its sequences run alone.
+float32, each sequence run alone, and zero where segment_BT is 0 (padding, whose tokens are random).
 """
 
 import pathlib
@@ -63,21 +62,13 @@ UNLIKE = YARN | {"beta_fast": 16.0, "attention_factor": 1.3}
 LONG = {"max_position_embeddings": 1024}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 # Windows shorter than the texts; the heads' sizes are the divisors of scores, or are not (27B).
-WINDOW = {"sliding_window": 5, "pad_token_id": None}
+GEMMA3_1B = {"sliding_window": 5, "pad_token_id": None, "query_pre_attn_scalar": 8}
+GEMMA3_27B = GEMMA3_1B | {"query_pre_attn_scalar": 21}
+GEMMA3_27B["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention"]
 MODELS = {
     "gemma3": {
-        "1b": small(
-            Gemma3TextConfig, 4, 8, GEMMA3, tied=True, layers=7, query_pre_attn_scalar=8, **WINDOW
-        ),
-        "27b": small(
-            Gemma3TextConfig,
-            *(4, 16, GEMMA3_LONG),
-            tied=True,
-            layers=3,
-            query_pre_attn_scalar=21,
-            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-            **WINDOW,
-        ),
+        "1b": small(Gemma3TextConfig, 4, 8, GEMMA3, tied=True, layers=7, **GEMMA3_1B),
+        "27b": small(Gemma3TextConfig, 4, 16, GEMMA3_LONG, tied=True, layers=3, **GEMMA3_27B),
     },
     "qwen2": {
         "tied": small(Qwen2Config, 6, 8, 1e6, tied=True, width=32, mlp=48),
@@ -117,10 +108,8 @@ def random_model(config, generator):
             value = gain * (1 + 0.3 * noise) - zero
         elif name.endswith("bias"):
             value = 0.5 * noise
-        elif name.endswith("embed_tokens.weight") and config.tie_word_embeddings:
-            value = 0.3 * noise
         elif name.endswith("embed_tokens.weight"):
-            value = noise
+            value = 0.3 * noise if config.tie_word_embeddings else noise
         else:
             gain = 2.0 if "q_proj" in name or "k_proj" in name else 1.0
             value = gain * parameter.shape[-1] ** -0.5 * noise
@@ -128,26 +117,17 @@ def random_model(config, generator):
     return model
 
 
-def run_batch(model, tokens_BT, segment_BT):
-    """Logits of a padded batch as transformers computes them, padding masked."""
-    mask = torch.tensor(segment_BT > 0).long()
-    position = (mask.cumsum(1) - 1).clamp(min=0)
-    out = model(torch.tensor(tokens_BT), attention_mask=mask, position_ids=position)
-    return out.logits.numpy() * (segment_BT > 0)[..., None]
-
-
-def run_alone(model, tokens_BT, segment_BT):
+def logits_of(model, tokens_BT, segment_BT):
     """Logits of every sequence run by itself, put back where it lies in its row."""
-    logits = np.zeros((*tokens_BT.shape, VOCAB), np.float32)
-    for row, segments in enumerate(segment_BT):
-        for number in set(segments.tolist()) - {0}:
-            at = segments == number
-            logits[row, at] = model(torch.tensor(tokens_BT[row, at][None])).logits[0].numpy()
-    return logits
+    logits_BTV = np.zeros((*tokens_BT.shape, VOCAB), np.float32)
+    for tokens_T, segment_T, logits_TV in zip(tokens_BT, segment_BT, logits_BTV, strict=True):
+        for number in set(segment_T.tolist()) - {0}:
+            its_T = segment_T == number
+            logits_TV[its_T] = model(torch.tensor(tokens_T[its_T][None])).logits[0].numpy()
+    return logits_BTV
 
 
 def write(name_of_file: str):
-    """Writes one file."""
     generator, rng = torch.Generator().manual_seed(0), np.random.default_rng(0)
     arrays, file = {}, FOLDER / f"{name_of_file}_transformers.npz"
     for name, config in MODELS[name_of_file].items():
@@ -160,12 +140,10 @@ def write(name_of_file: str):
             segment_BT = np.array([np.concatenate([[n] * t for n, t in row]) for row in rows])
             tokens_BT = rng.integers(0, VOCAB, segment_BT.shape)
             with torch.no_grad():
-                run = run_alone if case == "packed" else run_batch
-                logits_BTV = run(model, tokens_BT, segment_BT)
+                logits_BTV = logits_of(model, tokens_BT, segment_BT)
             arrays[f"{name}/{case}/tokens_BT"] = tokens_BT.astype(np.int32)
             arrays[f"{name}/{case}/segment_BT"] = segment_BT.astype(np.int32)
-            arrays[f"{name}/{case}/logits_BTV"] = logits_BTV.astype(np.float32)
-    FOLDER.mkdir(exist_ok=True)
+            arrays[f"{name}/{case}/logits_BTV"] = logits_BTV
     np.savez_compressed(file, **arrays)
     print(f"{file}: {file.stat().st_size} bytes")
 

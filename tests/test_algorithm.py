@@ -57,11 +57,6 @@ def update(logp_RT, behavior_logp_RT, advantage_RT, weight_RT, clip=CLIP):
     return jax.tree.map(lambda array: array[:R, :T] if np.ndim(array) else array, outputs)
 
 
-def inputs(case: golden.Case, dtype):
-    arrays = (case.logp_RT, case.behavior_logp_RT, case.advantage_RT)
-    return [array.astype(dtype) for array in arrays]
-
-
 # Rewards, advantages, dynamic sampling
 
 
@@ -134,23 +129,12 @@ NONE = {"eps_low": 0.0, "eps_high": 0.0}
 @pytest.mark.parametrize(
     ("ratio", "advantage", "changes", "loss", "slope"),
     [
-        # A > 0: only a ratio above 1 + eps_high is held. All regions: test_losses.py.
-        (1.25, 2.0, {}, -2.5, -2.5),
-        (1000.0, 2.0, {}, -2.56, 0.0),
-        # A < 0: a ratio below 1 - eps_low is held, and one above the dual clip.
-        (9.0, -2.0, {}, 18.0, 18.0),
-        (11.0, -2.0, {}, 20.0, 0.0),
-        # A = 0: nothing, at any ratio.
-        (0.5, 0.0, {}, 0.0, 0.0),
-        (11.0, 0.0, {}, 0.0, 0.0),
-        # Clip-higher moves the upper bound alone.
+        # All regions: test_losses.py. Clip-higher moves the upper bound alone.
         (1.25, 2.0, {"eps_high": 0.2}, -2.4, 0.0),
         (0.5, -2.0, {"eps_high": 0.2}, 1.6, 0.0),
         # On policy every ratio is exactly 1, on both bounds of 0: the full gradient must pass.
         (1.0, 1.0, NONE, -1.0, -1.0),
         (1.0, -1.0, NONE, 1.0, 1.0),
-        (1.01, 1.0, NONE, -1.0, 0.0),
-        (0.99, -1.0, NONE, 1.0, 0.0),
         # The dual clip out of reach: the ratio itself ends at e^20.
         (math.e**30, -1.0, {"dual_clip": 1e9}, math.e**20, 0.0),
     ],
@@ -226,58 +210,70 @@ def test_token_weights_by_hand():
 
 @PRECISIONS
 def test_golden_losses_gradients_and_clip_fractions(shared, dtype, tolerance):
+    modes = {"token_mean": "token-mean", "sequence_mean": "seq-mean-token-mean"}
     with jax.enable_x64(dtype == np.float64):
-        for case in golden.policy_loss_cases(shared):
-            for mode, (expected_loss, expected_RT) in case.aggregated.items():
-                weight_RT = algorithm.token_weights(case.mask_RT, mode=mode)
-                loss, gradient_RT, found = update(*inputs(case, dtype), weight_RT, case.clip)
+        for name, stored in golden.cases(shared, "pl"):
+            given = [stored[f"in/{key}"].astype(dtype) for key in ("new", "old", "adv")]
+            clip = dict(zip(CLIP, stored["in/clip"].tolist(), strict=True))
+            mask_RT = stored["in/mask"]
+            for mode, theirs in modes.items():
+                weight_RT = algorithm.token_weights(mask_RT, mode=mode)
+                loss, gradient_RT, found = update(*given, weight_RT, clip)
                 assert found["loss"].dtype == dtype
-                assert_near(loss, expected_loss, tolerance, case.name)
-                assert_near(gradient_RT, expected_RT, tolerance, case.name)
-                assert_near(found["loss"], case.loss_RT, tolerance, case.name)
+                assert_near(loss, stored[f"{theirs}/loss64"], tolerance, name)
+                assert_near(gradient_RT, stored[f"{theirs}/grad64"], tolerance, name)
+                assert_near(found["loss"], stored["mat64"], tolerance, name)
             measured = {
-                "clip_fraction": found["high"] | found["low"],
-                "dual_clip_fraction": found["dual"],
-                "mean_log_ratio": found["log_ratio"],
+                "pg_clipfrac64": found["high"] | found["low"],
+                "pg_clipfrac_lower64": found["dual"],
+                "ppo_kl64": -found["log_ratio"],
             }
             # The reference divides these by the number of tokens + 1e-8.
-            num_tokens = case.mask_RT.sum(dtype=np.float64) + 1e-8
-            for name, value_RT in measured.items():
-                mean = np.sum(value_RT * case.mask_RT, dtype=np.float64) / num_tokens
-                assert_near(mean, getattr(case, name), tolerance, f"{case.name} {name}")
+            num_tokens = mask_RT.sum(dtype=np.float64) + 1e-8
+            for key, value_RT in measured.items():
+                mean = np.sum(value_RT * mask_RT, dtype=np.float64) / num_tokens
+                assert_near(mean, stored[key], tolerance, f"{name} {key}")
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_golden_group_advantages(shared, dtype):
-    for case in golden.advantage_cases(shared):
-        advantage_PG = algorithm.group_advantage(case.reward_PG.astype(dtype))
+    for name, stored in golden.cases(shared, "grpo/"):
+        groups = (len(np.unique(stored["in/group"])), -1)  # whose rows follow each other
+        first_token_R1 = stored["in/mask"].argmax(axis=1, keepdims=True)
+        expected_PG = np.take_along_axis(stored["adv"], first_token_R1, axis=1).reshape(groups)
+        reward_PG = stored["in/token_level_rewards"].sum(axis=1).reshape(groups)
+        advantage_PG = algorithm.group_advantage(reward_PG.astype(dtype))
         assert advantage_PG.dtype == dtype
-        if case.name == "grpo/zero_var_frac":
+        if name == "grpo/zero_var_frac":
             # Equal rewards of -1.3: the reference's float32 mean leaves 0.1 where Eq. 9 has 0.
-            assert case.advantage_PG.max() > 0.1
+            assert expected_PG.max() > 0.1
             assert not advantage_PG.any()
         else:
-            assert_near(advantage_PG, case.advantage_PG, 1e-5, case.name)
+            assert_near(advantage_PG, expected_PG, 1e-5, name)
 
 
 def test_golden_overlong_rewards(shared):
-    for case in golden.overlong_cases(shared):
-        penalty_R = algorithm.soft_overlong_penalty(case.length_R, **case.limits)
-        assert_near(penalty_R, case.penalty_R, 1e-10, case.name)
-        unscored_R = np.full(case.correct_R.shape, np.nan)
-        reward_R = algorithm.shaped_reward(case.correct_R, unscored_R, case.length_R, **case.limits)
-        assert_near(reward_R, case.reward_R, 1e-10, case.name)
+    for name, stored in golden.cases(shared, "overlong/"):
+        names = ("max_tokens", "cache_tokens", "factor")
+        limits = dict(zip(names, stored["in/cfg"].tolist(), strict=True))
+        length_R, correct_R = stored["in/length"], stored["in/score"] > 0
+        penalty_R = algorithm.soft_overlong_penalty(length_R, **limits)
+        assert_near(penalty_R, stored["penalty"], 1e-10, name)
+        unscored_R = np.full(correct_R.shape, np.nan)
+        reward_R = algorithm.shaped_reward(correct_R, unscored_R, length_R, **limits)
+        assert_near(reward_R, stored["reward"], 1e-10, name)
 
 
 def test_golden_dynamic_sampling_on_the_shaped_score_keeps_all_wrong_groups_too(shared):
     """As algo.filter_groups = "reward" does; by correctness the case is in test_rollout.py."""
-    (case,) = (c for c in golden.dynamic_sampling_cases(shared) if c.filtered_by == "score")
+    (row,) = (row for row in golden.dynamic_sampling(shared) if row["metric"] == "score")
+    batches = row["gen_batches"][: row["num_gen_batches"]]
     correct_PG, reward_PG = (
-        np.concatenate(a[: case.generation_batches]) for a in (case.correct_NPG, case.reward_NPG)
+        np.concatenate([batch[key] for batch in batches]) for key in ("acc", "reward")
     )
-    reference = np.unique(np.array(case.kept_responses) // correct_PG.shape[1])
+    reference = np.unique(np.array(row["kept_trajectories"]) // correct_PG.shape[1])
     marked_PG = algorithm.above_lowest(reward_PG)
-    ours = algorithm.first_informative(marked_PG, num_prompts=case.num_prompts)
+    ours = algorithm.first_informative(marked_PG, num_prompts=row["train_batch_size"])
     np.testing.assert_array_equal(ours, reference)
     # Among them are groups that nobody solved, which Eq. 11 leaves out.
     dropped = reference[~algorithm.informative_groups(correct_PG)[reference]]

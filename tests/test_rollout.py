@@ -84,24 +84,26 @@ def test_groups_of_other_streams_change_neither_what_is_kept_nor_what_is_counted
 def test_golden_dynamic_sampling(shared):
     """Ours keeps the reference's choice; where that raises at the cap, ours returns the rest."""
     # By the shaped reward: see test_algorithm.py.
-    cases = [c for c in golden.dynamic_sampling_cases(shared) if c.filtered_by != "score"]
-    assert {case.error for case in cases} == {None, "ValueError"}
-    for case in cases:
-        batches, generation_prompts, group_size = case.correct_NPG.shape
-        correct_PG = case.correct_NPG.reshape(-1, group_size) > 0
+    rows = [row for row in golden.dynamic_sampling(shared) if row["metric"] != "score"]
+    assert {row["error"] for row in rows} == {None, "ValueError"}
+    for row in rows:
+        correct_NPG = np.array([batch["acc"] for batch in row["gen_batches"]]) > 0
+        most = row["max_num_gen_batches"]
+        batches, generation_prompts, group_size = correct_NPG.shape
+        correct_PG = correct_NPG.reshape(-1, group_size)
         length_PG = long_tailed_script(0, prompts=len(correct_PG)).length_PG[:, :1]
         rollouts = run(
             Script(correct_PG, np.broadcast_to(length_PG, correct_PG.shape)),
-            num_prompts=case.num_prompts,
-            max_prompts=generation_prompts * min(batches, case.max_generation_batches),
+            num_prompts=row["train_batch_size"],
+            max_prompts=generation_prompts * min(batches, most),
         )
         used_batches = -(-len(rollouts.sampled) // generation_prompts)
-        assert used_batches == (case.generation_batches or case.max_generation_batches), case.name
-        if case.error is None:
+        assert used_batches == (row["num_gen_batches"] or most), row["id"]
+        if row["error"] is None:
             responses = rollouts.kept[:, None] * group_size + np.arange(group_size)
-            assert responses.ravel().tolist() == case.kept_responses, case.name
+            assert responses.ravel().tolist() == row["kept_trajectories"], row["id"]
         else:
-            assert len(rollouts.kept) < case.num_prompts, case.name
+            assert len(rollouts.kept) < row["train_batch_size"], row["id"]
 
 
 def test_a_step_waits_for_the_groups_before_the_last_one_kept_and_cancels_those_behind():
