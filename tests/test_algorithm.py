@@ -77,13 +77,11 @@ def test_rewards_are_the_tasks_score_or_plus_or_minus_one():
 @pytest.mark.parametrize(
     ("max_tokens", "cache_tokens", "factor", "penalties"),
     [
-        (20_480, 4_096, 1.0, {1: 0, 16_384: 0, 16_385: -1 / 4_096, 18_432: -0.5, 20_480: -1}),
-        (20_480, 4_096, 1.0, {30_000: -1}),
+        (20_480, 4_096, 1.0, {1: 0, 16_384: 0, 16_385: -1 / 4_096, 18_432: -0.5, 30_000: -1}),
         (16, 4, 0.5, {12: 0, 13: -0.125, 14: -0.25, 15: -0.375, 16: -0.5, 17: -0.5}),
-        (16, 4, 0.0, {12: 0, 14: 0, 17: 0}),
         (16, 0, 2.0, {1: 0, 16: 0, 17: -2, 40: -2}),
     ],
-    ids=["the paper's", "beyond the limit", "half", "off", "without a cache"],
+    ids=["the paper's", "half", "without a cache"],
 )
 def test_soft_overlong_penalty_by_hand(max_tokens, cache_tokens, factor, penalties):
     limits = {"max_tokens": max_tokens, "cache_tokens": cache_tokens, "factor": factor}
@@ -109,13 +107,10 @@ def test_advantages_by_hand(dtype, tolerance):
         np.testing.assert_allclose(actual, centred_PG / (std_P1 + 1e-6), rtol=tolerance)
 
 
-def test_informative_groups_are_mixed_and_the_first_are_taken_in_prompt_order():
-    correct_PG = np.array([[0, 0, 0], [1, 0, 0], [1, 1, 0], [1, 1, 1]])
-    for correct in (correct_PG, correct_PG.astype(bool), correct_PG.astype(np.float32)):
-        marked_P = algorithm.informative_groups(correct)
-        np.testing.assert_array_equal(marked_P, [False, True, True, False])
-    assert not algorithm.informative_groups(np.array([[1], [0]])).any()
+def test_the_first_mixed_groups_are_taken_in_prompt_order():
     correct_PG = np.array([[1, 1], [0, 1], [0, 0], [1, 0], [1, 0]])
+    assert algorithm.informative_groups(correct_PG).tolist() == [False, True, False, True, True]
+    assert not algorithm.informative_groups(np.array([[1], [0]])).any()
     assert algorithm.first_informative(correct_PG, num_prompts=2).tolist() == [1, 3]
     assert algorithm.first_informative(correct_PG, num_prompts=9).tolist() == [1, 3, 4]
     assert algorithm.first_informative(correct_PG[:1], num_prompts=2).tolist() == []

@@ -12,7 +12,6 @@ from safetensors.numpy import load_file
 from configs import base
 from dapo_jax.setup import components
 from models import families, load_hf, save_hf
-from models.parameters import ModelConfig
 
 OUTSIDE = pathlib.Path(__file__).parent / "ext_models"
 D, F, N, K, H, L, V = 32, 48, 4, 2, 16, 2, 64  # heads * head_dim is not the width
@@ -93,27 +92,12 @@ def test_a_directory_of_another_family_is_refused(folder, monkeypatch):
     config = base.get_config()
     config.model.path = str(folder)
     config.rollout.max_response_tokens = 20
-    with pytest.raises(
-        ValueError, match=r"model.family = 'qwen2' computes .* has 'gains'.*set model.family"
-    ):
+    message = r"model.family = 'qwen2' computes .* has 'gains'.*set model.family"
+    with pytest.raises(ValueError, match=message):
         components.model_sizes(config)
     monkeypatch.delitem(families._FAMILIES, "gains")
     with pytest.raises(ValueError, match=r"model_type is 'gains', but must be 'qwen2' or .*family"):
         components.model_sizes(config)
-
-
-@pytest.mark.parametrize("name", ["qwen4", "my-models", "json"])
-def test_a_name_of_no_family_is_refused(name):
-    config = base.get_config()
-    config.model.family, config.model.preset = name, "tiny"
-    message = f"model.family = '{name}': built in are qwen2, .* registers 0 families"
-    with pytest.raises(ValueError, match=message):
+    config.model.family, config.model.preset = "json", "tiny"
+    with pytest.raises(ValueError, match=r"'json': built in are qwen2, .* registers 0 families"):
         components.model_sizes(config)
-
-
-def test_two_modules_may_not_register_one_model_type():
-    class Mine(ModelConfig):
-        model_type = "qwen2"
-
-    with pytest.raises(ValueError, match=r"registers model_type 'qwen2', which models.qwen2 has"):
-        families.register(Mine, {})

@@ -78,12 +78,10 @@ def test_the_packed_update_has_the_plain_gradient_and_loss(params, data, expecte
 @pytest.mark.parametrize(
     ("order", "layout", "learning"),
     [
-        (range(8), {"group_size": 4, "kernels": ALONE}, LEARNING),
-        (range(8), {"group_size": 4, "row_tokens": 96, "update_responses": 2}, KEEPING),
-        ([6, 5, 7, 4, 2, 0, 3, 1], {"group_size": 4}, LEARNING),
-        ([3, 6, 0, 5, 1, 7, 4, 2], {}, LEARNING),
+        ([6, 5, 7, 4, 2, 0, 3, 1], {"group_size": 4, "kernels": ALONE}, LEARNING),
+        ([3, 6, 0, 5, 1, 7, 4, 2], {"row_tokens": 96, "update_responses": 2}, KEEPING),
     ],
-    ids=["a prompt for each", "one row, one of padding, all kept", "shuffled groups", "shuffled"],
+    ids=["a prompt for each", "rows of padding, all kept"],
 )
 def test_neither_layout_nor_order_matters(params, data, expected, order, layout, learning):
     batch = batch_of(data.take(order), **layout)
@@ -241,15 +239,6 @@ def test_the_rate_warms_up_from_a_fraction_and_decays_to_the_last_step(decay, at
     np.testing.assert_allclose(rates(4)[8:12:3], [at_half, last], rtol=1e-5)
     assert rates(0)[0] == rates(1)[0] == 1
     assert rates(12)[0] == 1 / 12, "a warm-up that fills the run"
-
-
-def test_the_reference_trains_its_first_step_at_zero_and_ours_is_one_ahead(shared):
-    with np.load(shared / "golden" / "policy_loss.npz") as stored:
-        factors = stored["lr/warmup10_factor_by_schedstep"]
-    learning = dataclasses.replace(LEARNING, learning_rate=1.0, warmup_steps=10)
-    ours = [scheduled_rate(step, learning, num_steps=12) for step in range(len(factors) - 1)]
-    assert factors[0] == 0
-    np.testing.assert_allclose(ours, factors[1:])
 
 
 @pytest.mark.parametrize("where", ["behavior", "advantage", "params"])

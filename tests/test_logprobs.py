@@ -70,8 +70,8 @@ def chunked(mesh, head_loss=head_loss):
 @pytest.mark.parametrize(
     ("mesh", "T", "head_loss"),
     [
-        *((ONE, T, head_loss) for T in (1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3)),
-        *((mesh, T, head_loss) for mesh in ((1, 2, 2), (2, 2, 1)) for T in (1, 2 * CHUNK + 3)),
+        *((ONE, T, head_loss) for T in (1, CHUNK, CHUNK + 1, 2 * CHUNK + 3)),
+        *((mesh, 2 * CHUNK + 3, head_loss) for mesh in ((1, 2, 2), (2, 2, 1))),
         ((1, 2, 2), 2 * CHUNK + 3, head_loss_of_rows),
     ],
 )
@@ -129,7 +129,7 @@ def test_gradients_of_bfloat16_inputs_are_rounded_once():
         assert error < 2**-8
 
 
-@pytest.mark.parametrize("scale", [0.0, 1e3, 1e6])
+@pytest.mark.parametrize("scale", [0.0, 1e6])
 def test_extreme_logits_give_no_nan(scale):
     given = inputs(6, scale=scale)
     (_, (_, *chosen)), gradient = chunked(ONE)[1](*given)
@@ -147,12 +147,8 @@ def largest_logits(jaxpr):
     return max(sizes)
 
 
-@pytest.mark.parametrize(
-    ("program", "tokens"),
-    [(lambda: chunked(ONE)[1], CHUNK_TOKENS), (lambda: whole_gradient, 4 * CHUNK_TOKENS)],
-    ids=["chunked", "whole"],
-)
-def test_only_a_chunks_logits_exist_in_the_backward_pass_too(program, tokens):
+def test_only_a_chunks_logits_exist_in_the_backward_pass_too():
     """It holds one chunk's logits of a sequence of four; the plain function holds all four."""
-    jaxpr = jax.make_jaxpr(program().__wrapped__)(*inputs(4 * CHUNK))
-    assert largest_logits(jaxpr.jaxpr) == tokens * V
+    for program, tokens in ((chunked(ONE)[1], CHUNK_TOKENS), (whole_gradient, 4 * CHUNK_TOKENS)):
+        jaxpr = jax.make_jaxpr(program.__wrapped__)(*inputs(4 * CHUNK))
+        assert largest_logits(jaxpr.jaxpr) == tokens * V
