@@ -100,10 +100,10 @@ def test_the_cache_has_a_slot_for_every_request_of_the_first_generation_batch():
 
 @pytest.mark.parametrize(
     ("preset", "lora_rank", "device_gib"),
-    [("0.5b", 0, 17), ("1.5b", 0, 34), ("3b", 0, 68), ("7b", 32, 34)],
+    [("0.5b", 0, 17), ("7b", 32, 34)],
 )
 def test_the_config_for_one_gpu_leaves_room_for_the_training_state(preset, lora_rank, device_gib):
-    """Three quarters of 24, 48, 80 and 48 GB, or more where the config says so."""
+    """Three quarters of 24 and of 48 GB."""
     config = one_gpu.get_config()
     config.model.path, config.model.preset, config.learner.lora_rank = "", preset, lora_rank
     one, gib = jax.devices()[:1], 2**30
@@ -144,9 +144,8 @@ def test_a_model_alone_gets_its_lengths_and_cache(monkeypatch):
     monkeypatch.setattr(auto_sizes, "HOST_SHARE", share)
     assert 1 <= slots(fitted(100, 200, **few)) < 50
     monkeypatch.setattr(auto_sizes, "_device_bytes", lambda: 3 * 2**20)  # 2 MiB are weights
-    with pytest.raises(
-        ValueError, match=r"of 20,480 \(.*--max_tokens\) does not fit .*mesh\.model"
-    ):
+    message = r"of 20,480 \(.*--max_tokens\) does not fit .*mesh\.model"
+    with pytest.raises(ValueError, match=message):
         fitted(100, 1)
 
 
