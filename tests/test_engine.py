@@ -1,9 +1,8 @@
 """Session and engine sample what they document, and nothing else changes a bit of it."""
 
-import contextlib
 import dataclasses
 import itertools
-from typing import Any
+import types
 
 import jax
 import numpy as np
@@ -33,7 +32,6 @@ from quick import jit, random_params
 
 from dapo_jax.sampler import cache as cache_module
 from dapo_jax.sampler import plan
-from dapo_jax.sampler.engine import Engine
 from dapo_jax.sampler.sampling import request_keys, uniform_at
 from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.types import Prompt
@@ -141,50 +139,29 @@ def test_each_stream_is_sampled_as_it_says_beside_the_other(small, roomy, sample
 # A request is (seed, cursor, sample): nothing else changes a bit of what it gives.
 
 
-@contextlib.contextmanager
-def compilations():
-    """Lists how long each compilation by XLA took, in seconds."""
-    seconds = []
-
-    def listen(name, duration, **_):
-        if name == "/jax/core/compile/backend_compile_duration":
-            seconds.append(duration)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield seconds
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
-
-
-@dataclasses.dataclass(frozen=True)
-class Runs:
-    """GROUPS were sampled each in a session of its own, then all in one: {request: response}.
-
-    compiled: compilations in making the programs, and later.
-    """
-
-    engine: Engine
-    params: Any
-    alone: dict
-    together: dict
-    session: Session
-    compiled: tuple[int, int]
-
-
 @pytest.fixture(scope="module")
 def runs():
-    """The cache holds half of what its slots may need; half of the programs of training."""
+    """GROUPS were sampled each in a session of its own, then all in one: {request: response}.
+
+    The cache holds half of what its slots may need; half of the programs of training. compiled:
+    the seconds of each compilation in making the programs, and later.
+    """
     how = {"parts": cache_module.PARTS[1::2], **AS_TRAINED}
     engine, params = build(WIDE, TIGHT, random_params(WIDE)[1], **how)
-    with compilations() as first:
-        engine.compile(TO_THE_LIMIT)
-    alone = {}
-    with compilations() as later:
-        for group in GROUPS:
-            alone |= sample_groups(engine, params, [group])[0]
-        together, session = sample_groups(engine, params, GROUPS)
-    return Runs(engine, params, alone, together, session, (len(first), len(later)))
+    compiled, alone = ([], []), {}
+
+    def listen(name, seconds, **_):
+        if name == "/jax/core/compile/backend_compile_duration":
+            compiled[bool(engine._programs)].append(seconds)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    engine.compile(TO_THE_LIMIT)
+    for group in GROUPS:
+        alone |= sample_groups(engine, params, [group])[0]
+    together, session = sample_groups(engine, params, GROUPS)
+    jax.monitoring.unregister_event_duration_listener(listen)
+    names = {"engine": engine, "params": params, "session": session, "compiled": compiled}
+    return types.SimpleNamespace(**names, alone=alone, together=together)
 
 
 def test_programs_of_other_sizes_change_no_bit():
@@ -208,7 +185,7 @@ def test_neighbours_full_slots_and_restarts_change_no_bit_and_compile_nothing(ru
     same_bits(runs.together, runs.alone)
     programs = runs.engine._programs
     assert {name for name, *_ in programs} == {"prefill", "decode"}
-    assert runs.compiled == (len(programs) + 1, 0)  # and one that makes the pages
+    assert [*map(len, runs.compiled)] == [len(programs) + 1, 0]  # one makes the pages
 
 
 @pytest.mark.slow
@@ -258,8 +235,3 @@ def test_an_impossible_prompt_is_named(roomy, length):
     with pytest.raises(ValueError, match=message):
         session.submit(8, Prompt(np.ones(length, np.int32)), group_size=1)
     assert session.unfinished == []
-
-
-def test_pages_that_do_not_divide_into_blocks_are_refused(small):
-    with pytest.raises(ValueError, match=r"page_tokens = 8 .* rollout.block_tokens = 3"):
-        build(SMALL, dataclasses.replace(ROOMY, block_tokens=3), small[1])
