@@ -191,8 +191,6 @@ def chosen(logits_TV, tokens_T):
     return np.take_along_axis(logp_TV, tokens_T[:, None], axis=-1)[:, 0]
 
 
-# Over a step's end.
-
 SPARE = dataclasses.replace(ROOMY, slots=9, pages=60, partial_rollouts=True)
 # Pages for a part of what the slots may hold: samples are preempted.
 SCARCE = dataclasses.replace(SPARE, pages=13)
@@ -220,9 +218,6 @@ def interrupted(engine, params, *, blocks, later=None, keeps=False):
             prompt = Prompt(FEW[it.cursor])
             session.submit(it.cursor, prompt, group_size=5, partial=it, keeps=True)
     return responses | drain(session), partial
-
-
-# A step of what a config builds for a small model on a mesh: sampled, then trained on once.
 
 
 def programs(family: str, folder, *, lora_rank: int = 0, **changes):

@@ -31,8 +31,6 @@ def dynamic_sampling(shared: pathlib.Path) -> list[dict]:
     return [json.loads(line) for line in lines]
 
 
-# Models of transformers.
-
 FOLDER = pathlib.Path(__file__).parent / "golden_data"
 # The files of make_transformers_golden.py, and the models in each.
 GOLDEN = {

@@ -109,8 +109,6 @@ def value_and_gradient(attend, arrays, segment_BT, branch_BT=None, window=None, 
     return value, gradients, out_BTNH
 
 
-# Pages.
-
 # Tokens of responses and of prompts in pages of C: neither, either, one token, part of a page,
 # whole pages, and more blocks than are read ahead.
 LENGTHS_IN_PAGES = (1.3, 6.2, 0.0, 7.0, 0.1, 11.6, 0.0, 1.0, 0.0, 3.4, 1.5)

@@ -31,7 +31,6 @@ from engines import (
 from quick import jit, random_params
 
 from dapo_jax.sampler import cache as cache_module
-from dapo_jax.sampler import plan
 from dapo_jax.sampler.sampling import request_keys, uniform_at
 from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.types import Prompt
@@ -56,9 +55,6 @@ def roomy(small):
 def sampled(roomy):
     """{(cursor, sample): response} of all prompts at once."""
     return sample_prompts(*roomy)[0]
-
-
-# What is sampled.
 
 
 def test_behavior_logp_equals_teacher_forcing_around_page_boundaries(small, sampled):
@@ -136,9 +132,6 @@ def test_each_stream_is_sampled_as_it_says_beside_the_other(small, roomy, sample
     assert np.mean(left_out) > 0.5
 
 
-# A request is (seed, cursor, sample): nothing else changes a bit of what it gives.
-
-
 @pytest.fixture(scope="module")
 def runs():
     """GROUPS were sampled each in a session of its own, then all in one: {request: response}.
@@ -188,24 +181,6 @@ def test_neighbours_full_slots_and_restarts_change_no_bit_and_compile_nothing(ru
     assert [*map(len, runs.compiled)] == [len(programs) + 1, 0]  # one makes the pages
 
 
-@pytest.mark.slow
-def test_samples_that_change_shards_keep_every_bit(runs, monkeypatch):
-    """Every other group ends soon, so shards run out of work and take samples of others."""
-    monkeypatch.setattr(plan, "BALANCE_SLACK", -1.0)
-    cache = dataclasses.replace(TIGHT, slots=6, pages=40)
-    engine, params = build(WIDE, cache, random_params(WIDE)[1], shards=4, **AS_TRAINED)
-    limits = [tuple(min(n, 48 if i % 2 else 3) for n in g.max_tokens) for i, g in enumerate(GROUPS)]
-    groups = [dataclasses.replace(g, max_tokens=n) for g, n in zip(GROUPS, limits, strict=True)]
-    responses, session = sample_groups(engine, params, groups)
-    where = {}
-    for block in session.blocks:
-        for slot in np.flatnonzero(block.cursor_B >= 0).tolist():
-            request = int(block.cursor_B[slot]), int(block.sample_B[slot])
-            where.setdefault(request, set()).add(slot // cache.slots)
-    assert sum(len(shards) > 1 for shards in where.values()) >= 4
-    same_bits(responses, runs.alone, cut=True)
-
-
 def test_whatever_is_submitted_and_cancelled_no_bit_changes(runs):
     """Submissions, steps and cancellations are random, and the tight cache preempts."""
     rng = np.random.default_rng(0)
@@ -223,15 +198,3 @@ def test_whatever_is_submitted_and_cancelled_no_bit_changes(runs):
     assert len(lost) > 2
     assert session.idle_slots == TIGHT.slots
     same_bits(finished, runs.alone)
-
-
-# What is refused.
-
-
-@pytest.mark.parametrize("length", [0, 19])
-def test_an_impossible_prompt_is_named(roomy, length):
-    session = Session(*roomy, Stream(RUN_KEY, SAMPLING))
-    message = f"cursor 8 has {length} tokens.*at least 1.*rollout.max_prompt_tokens = 18"
-    with pytest.raises(ValueError, match=message):
-        session.submit(8, Prompt(np.ones(length, np.int32)), group_size=1)
-    assert session.unfinished == []

@@ -167,9 +167,6 @@ def test_neighbours_change_no_bit_and_no_route():
             assert response.route_TLA.shape == (of_prompt + len(response.tokens_T), 2, 2)
 
 
-# Routes that are recorded.
-
-
 @pytest.fixture(scope="module")
 def small():
     return random_params(SMALL)
@@ -226,9 +223,6 @@ def test_an_earlier_policys_tokens_keep_their_routes(small, keeps):
     assert kept > 3
 
 
-# Routes that are replayed.
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return directory(GOLDEN, tmp_path_factory.mktemp("golden"))
@@ -261,12 +255,6 @@ def rotated(batch):
     return batch
 
 
-def reordered(batch):
-    """Every token goes to the same experts, named in another order."""
-    batch.route_BTLA[:] = batch.route_BTLA[..., ::-1].copy()
-    return batch
-
-
 def test_the_learner_takes_the_samplers_experts_and_counts_other_choices(folder):
     """In float32 it chooses the same: one update either way, bit by bit.
 
@@ -274,7 +262,7 @@ def test_the_learner_takes_the_samplers_experts_and_counts_other_choices(folder)
     there is no KL, and the loss is that of ratios of 1.
     """
     how = {"kl_coef": 0.1, "old_logprobs": "learner"}
-    before, (replayed, metrics), (_, seen), (_, same) = updates(folder, rotated, reordered, **how)
+    before, (replayed, metrics), (_, seen) = updates(folder, rotated, **how)
     assert metrics["routes/differ"] == 0
     assert metrics["ratio_gap"] <= 1e-5
     moved = jax.tree.map(lambda a, b: (a != b).any(), before, replayed)
@@ -283,8 +271,6 @@ def test_the_learner_takes_the_samplers_experts_and_counts_other_choices(folder)
     assert seen["ratio_gap"] > 1e-2
     assert seen["kl"] < 1e-9
     assert seen["loss"] == pytest.approx(metrics["loss"], abs=1e-6)
-    assert same["routes/differ"] == 0
-    assert same["ratio_gap"] <= 1e-5
 
     how = {"kl_coef": 0.1, "replay_routes": False}
     _, (chosen, other), (ignored, unseen) = updates(folder, rotated, **how)

@@ -87,17 +87,6 @@ def test_rows_hold_the_longest_sequence_and_an_update_has_two_micro_batches_or_m
     assert values(config) == chosen  # what is set stays
 
 
-def test_the_cache_has_a_slot_for_every_request_of_the_first_generation_batch():
-    config = left_open(tiny.get_config(), "rollout.cache_mib", "rollout.slot_tokens")
-    auto_sizes.fit_training(config)
-    r = config.rollout
-    wanted = r.generation_prompts * r.group_size / 4
-    assert wanted <= slots(config) < 1.5 * wanted
-    r.slot_tokens, r.cache_mib = r.max_response_tokens, 0
-    auto_sizes.fit_training(config)
-    assert r.slot_tokens == r.max_response_tokens
-
-
 @pytest.mark.parametrize(
     ("preset", "lora_rank", "device_gib"),
     [("0.5b", 0, 17), ("7b", 32, 34)],

@@ -65,9 +65,6 @@ def small(monkeypatch):
     monkeypatch.setattr(paged_tpu, "SLOTS", 8)
 
 
-# The table.
-
-
 @pytest.mark.parametrize(
     ("name", "platform", "row"),
     [
@@ -100,9 +97,6 @@ def test_a_name_is_taken_where_the_platform_can_run_it(name, platform, row):
 def test_pages_are_as_large_as_the_kernels_need(name, head_size, pages):
     """A config's pages of 48 tokens were refused on a GPU, of 32 beside heads of 64 on a TPU."""
     assert {C: KERNELS[name].page_tokens(C, head_size) for C in pages} == pages
-
-
-# Attention in packed rows.
 
 
 @pytest.mark.usefixtures("small")
@@ -225,9 +219,6 @@ def test_what_is_kept_for_the_backward_pass_is_not_computed_a_second_time(dtype)
     assert again == kept | {"full": (8, 1), "offload": (8, 1)}
 
 
-# Attention over pages.
-
-
 def near_pages(q_BNH, recent, recent_tokens_B, *given, window):
     """Attends as the kernels do, by plain XLA; what is dead in its pages has to be finite."""
     prompt_pool, pool, page_BX, prompt_tokens_B, tokens_B = given
@@ -333,9 +324,6 @@ def test_a_tpu_copies_pages_as_plain_xla_does(H, C):
         np.testing.assert_array_equal(ours[1], before[1])
 
 
-# For accelerators that are not there.
-
-
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
 @pytest.mark.parametrize("make", [rows, pages])
 def test_what_only_a_gpu_would_round_or_overflow(make, monkeypatch, capsys):
@@ -401,9 +389,6 @@ def test_a_gpus_kernels_compile(what, most):
     lines = compiled(what, "gpu", PYTHONPATH=f"{ROOT}:{PLUGIN}", XLA_FLAGS=no_spills)
     assert len(lines) == 3 * len(HEADS[what, "gpu"])
     assert all(own < most * size for size, own, *_ in lines), lines
-
-
-# A whole step.
 
 
 @pytest.fixture

@@ -135,9 +135,6 @@ def test_by_the_learners_old_logprobs_a_token_weighs_learner_over_sampler():
     np.testing.assert_allclose(other_T, -1.1 * np.exp([0.5, 0.5, 1]) * [1, -2, 1], rtol=1e-5)
 
 
-# Advantages, and the choice of KL-Cov
-
-
 def test_each_advantage_scale_by_hand():
     """The first group is not among those that a step trains on."""
     reward_PG = np.array([[9, 0, 0, 0], [1, -1, -1, -1], [1, 1, 1, -1]], np.float32)
@@ -161,18 +158,6 @@ def test_each_advantage_scale_by_hand():
         for some in (kept, kept[:0]):
             assert not losses.advantages(equal_PG, some, one_PG, scale=name).any()
 
-
-def test_the_largest_covariances_by_hand():
-    logp = np.array([-1.0, -2.0, -3.0, 0.0])
-    advantage, mask = np.array([1.0, 1.0, -2.0, 9.0]), np.array([True, True, True, False])
-    # Around the means -2 and 0: 1 * 1, 0 * 1 and -1 * -2.
-    for share, marked in ((1e-9, [2]), (0.34, [2]), (0.67, [0, 2]), (1.0, [0, 1, 2])):
-        found = losses.high_covariance(logp, advantage, mask, share=share)
-        assert np.flatnonzero(found).tolist() == marked
-    assert not losses.high_covariance(logp, advantage, np.zeros(4, bool), share=0.5).any()
-
-
-# Whole mini-batches
 
 LENGTHS = (1, 2, 3, 30, 4, 28, 9, 5)
 CUTS = np.cumsum(LENGTHS)[:-1]

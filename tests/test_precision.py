@@ -1,9 +1,7 @@
 """Gradients in bfloat16 against float32, parameter by parameter, at as many tokens as a row has.
 
-Everything else here trains a model of a thousand parameters on a hundred tokens in float32. What a
-pod does is another thing: a row of the embedding is the sum of what thousands of tokens say, and a
-bias that of all of them. Such a sum in bfloat16, with 8 bits, stops growing once it is 256 times
-its terms.
+A sum in bfloat16, with 8 bits, stops growing once it is 256 times its terms; a row of the embedding
+is the sum of what thousands of tokens say.
 """
 
 import dataclasses

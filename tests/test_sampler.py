@@ -21,8 +21,6 @@ from tests.quick import jit
 RUN_KEY = jax.random.key(11)
 jit_request_keys, jit_uniform_at = jit(request_keys), jit(uniform_at)
 
-# Randomness: a request is (cursor, sample index), and nothing else matters.
-
 
 def test_request_keys_are_the_documented_folds():
     requests = [(cursor, sample) for cursor in (4, 0) for sample in range(3)]
@@ -38,9 +36,6 @@ def test_request_keys_are_the_documented_folds():
         for key, position in zip(by_hand, position_R, strict=True)
     ]
     assert np.array_equal(jit_uniform_at(keys, np.array(position_R)), expected_R)
-
-
-# Truncation against sorting.
 
 
 def sorted_top_p(logits_RV, top_p):
@@ -124,9 +119,6 @@ def test_truncation_by_hand(kept, weight_RV, top_p, top_k, expected):
     assert kept(logits_RV, top_p, top_k).tolist() == expected
 
 
-# Sampling.
-
-
 def test_logits_that_are_not_finite_give_no_probability_and_no_token_beyond_the_vocabulary():
     """The padding of a vocabulary of 300 to whole blocks is never sampled."""
     logits_RV = np.full((4, 300), -np.inf, np.float32)
@@ -184,7 +176,6 @@ def test_a_logit_that_is_not_finite_is_not_hidden():
 
 
 # Qwen2.5: more rows than the tokenizer has ids; the others are masked.
-
 ROWS, IDS = 151_936, 151_665
 FULL, NUCLEUS, TOP_50 = (1.0, 0), (0.7, 0), (1.0, 50)  # top_p, top_k
 ENDS = np.float32([0, 2**-24, 2**-23, 0.5, 1 - 2**-22, 1 - 2**-23, 1 - 2**-24])

@@ -91,9 +91,6 @@ def all_free(scheduler):
     return scheduler._free_DP[:, 1:].all() and scheduler._free_prompt_DP[:, 1:].all()
 
 
-# Slots
-
-
 def test_slots_are_filled_while_requests_wait():
     """With 60 requests of a long tail, no slot is left empty for a block while one waits.
 
@@ -135,9 +132,6 @@ def test_prompts_go_to_the_shard_with_most_slots_to_fill():
     assert set(plan.shard_N[plan.group_N == 7]) == {1}
     script.drain()
     assert all_free(script.scheduler)
-
-
-# Pages
 
 
 def test_a_prompts_pages_are_shared_by_at_most_the_readers():
@@ -216,23 +210,6 @@ def first_in(scheduler):
             tables = scheduler._group_DB, scheduler._rows_DB["sample"]
             found[d] = tuple(int(table_DB[d, slot]) for table_DB in tables)
     return found
-
-
-def test_the_youngest_is_preempted_and_starts_again_first():
-    """With six pages for three responses of three pages each, the third starts again."""
-    script = Script(dataclasses.replace(CACHE, slots=3, pages=7))
-    script.submit(0, [20, 20, 20])
-    script.submit(1, [1])
-    plans = script.drain()
-    samples = [plan.sample_N[plan.group_N == 0].tolist() for plan in plans]
-    assert samples[:4] == [[0, 1, 2]] * 4
-    assert samples[4] == [0, 1]  # 8 of 9 pages: the third one had 16 tokens
-    again = next(plan for plan in plans[5:] if 2 in plan.sample_N)
-    assert again.sampled_N[again.sample_N == 2].tolist() == [0]
-    assert script.finished == {(0, 0): 20, (0, 1): 20, (0, 2): 20, (1, 0): 1}
-
-
-# Shards that wait for the fullest
 
 
 def test_samples_move_to_other_shards_once_none_waits():

@@ -138,9 +138,6 @@ def test_the_chunked_head_leaves_rows_on_their_devices():
     assert collectives(compiled) == [(f"f32[{D},{V}]", "all-gather")]
 
 
-# The mesh.
-
-
 @pytest.mark.parametrize(
     ("slices", "data", "model", "shape"),
     [(1, -1, 2, (1, 2, 2)), (2, -1, 1, (2, 2, 1)), (1, 1, 4, (1, 1, 4))],
@@ -168,9 +165,6 @@ def test_a_mesh_that_does_not_fit_the_devices_is_explained(slices, data, model, 
     chips = [types.SimpleNamespace(platform="tpu", slice_index=i // 4) for i in range(4 * there)]
     with pytest.raises(ValueError, match=message):
         make_mesh(data=data, model=model, slices=slices, devices=chips or None)
-
-
-# The rules.
 
 
 def shardings(mesh, table=rules.LEARNER):
