@@ -70,8 +70,8 @@ def small(monkeypatch):
     [
         *(("auto", name, name) for name in ("cpu", "gpu", "tpu")),
         ("auto", "another", "xla"),
-        *(("xla", name, "xla") for name in ("gpu", "another")),
-        *((name, "cpu", name) for name in ("tpu_interpret", "gpu_interpret")),
+        ("xla", "gpu", "xla"),
+        ("tpu_interpret", "cpu", "tpu_interpret"),
         ("tpuv5", "cpu", "'tpuv5' is unknown; choose one of auto, cpu, gpu, gpu_interpret, tpu, "),
         ("tpu", "cpu", "only, .* are cpu; .* auto, cpu, gpu_interpret, tpu_interpret, xla$"),
         ("tpu_interpret", "tpu", "runs on cpu only, .* are tpu; .* auto, tpu, xla$"),
