@@ -6,12 +6,14 @@ import pathlib
 import numpy as np
 import pytest
 from engines import check_step, programs
-from quick import random_params
+from flax import nnx
+from quick import jit, random_params
 from safetensors.numpy import load_file
 
 from configs import base
 from dapo_jax.setup import components
 from models import families, load_hf, save_hf
+from models.transformer import split
 
 OUTSIDE = pathlib.Path(__file__).parent / "ext_models"
 D, F, N, K, H, L, V = 32, 48, 4, 2, 16, 2, 64  # heads * head_dim is not the width
@@ -73,7 +75,8 @@ def reference(folder, tokens_T):
 
 def test_logits_equal_the_reference(folder):
     tokens_BT = np.random.default_rng(1).integers(0, V, (2, 9))
-    logits_BTV = np.asarray(load_hf(folder)(tokens_BT))
+    graph, params = split(load_hf(folder))
+    logits_BTV = jit(lambda params: nnx.merge(graph, params)(tokens_BT))(params)
     expected_BTV = np.stack([reference(folder, tokens_T) for tokens_T in tokens_BT])
     assert np.std(expected_BTV) > 0.5
     np.testing.assert_allclose(logits_BTV, expected_BTV, atol=1e-4)

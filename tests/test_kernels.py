@@ -219,7 +219,7 @@ def test_what_is_kept_for_the_backward_pass_is_not_computed_a_second_time(dtype)
     assert again == kept | {"full": (8, 1), "offload": (8, 1)}
 
 
-def near_pages(q_BNH, recent, recent_tokens_B, *given, window):
+def near_pages(q_BNH, recent, recent_tokens_B, *given, window=None):
     """Attends as the kernels do, by plain XLA; what is dead in its pages has to be finite."""
     prompt_pool, pool, page_BX, prompt_tokens_B, tokens_B = given
     filled_B1 = -(-prompt_tokens_B // pool[1].shape[2])[:, None]
@@ -261,7 +261,7 @@ def case(name, **how):
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("name", [name for name in PAGES if name != "xla"])
+@pytest.mark.parametrize("name", PAGES)
 def test_attention_over_pages_equals_the_definition(name):
     matches_the_definition(case(name))
 

@@ -1,7 +1,7 @@
 """A config through the real TPU compiler, and the messages where one does not fit."""
 
 import contextlib
-import types
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -66,13 +66,6 @@ def test_a_program_that_needs_more_than_there_is_does_not_fit():
         compiled("sorting", lowered)
 
 
-class Given(types.SimpleNamespace):
-    """Stands for the parsed flags of the command."""
-
-    def __getitem__(self, name):
-        return types.SimpleNamespace(config_filename="configs/mine.py:dapo")
-
-
 @pytest.mark.parametrize(
     ("gib", "status", "words"),
     [
@@ -92,7 +85,8 @@ def test_the_exit_status_says_whether_it_fits(monkeypatch, capsys, gib, status, 
 
     config = base.get_config()
     config.model.preset = "tiny"
-    given = Given(config=config, topology="v5e:1x1", slices=None)
+    given = mock.MagicMock(config=config, topology="v5e:1x1", slices=None)
+    given.__getitem__.return_value.config_filename = "configs/mine.py:dapo"
     monkeypatch.setattr(preflight.flags, "FLAGS", given)
     monkeypatch.setattr(examine, "compiled_programs", compile_programs)
     monkeypatch.setattr(examine, "topology_devices", lambda *_, **__: jax.devices()[:1])

@@ -125,7 +125,8 @@ def test_logits_that_are_not_finite_give_no_probability_and_no_token_beyond_the_
     logits_RV[1, 3] = -2e30
     logits_RV[2] = -3e38
     logits_RV[3, 7] = np.nan
-    token_R, logp_R = sample_token(logits_RV, np.full(4, 0.7, np.float32), axis=None)
+    sample = jit(functools.partial(sample_token, axis=None))
+    token_R, logp_R = map(np.asarray, sample(logits_RV, np.full(4, 0.7, np.float32)))
     assert all(0 <= token < 300 for token in token_R.tolist())
     assert np.isnan(logp_R).tolist() == [True, False, False, True]
     assert token_R[1] == 3
