@@ -1,5 +1,6 @@
 """The table of kernels: what each platform gets, and that each equals its definition."""
 
+import dataclasses
 import functools
 
 import jax
@@ -14,7 +15,6 @@ from kernel_cases import (
     MANY,
     ODD,
     SHORT,
-    a_slot_depends_on_itself_alone,
     arrays,
     branches,
     by_definition,
@@ -22,7 +22,6 @@ from kernel_cases import (
     matches_the_definition,
     positions,
     seen,
-    sees_a_window,
     value_and_gradient,
 )
 from processes import ran
@@ -250,7 +249,6 @@ PAGES = {
     ),
 }
 WINDOWED = ("xla", "gpu, groups of 5", "gpu, half precision", "tpu, grouped", "tpu, tokens last")
-WINDOWS = (1, 7, 16, 33)  # one token, to inside of a page, a whole page, and two and a token more
 
 
 def case(name, **how):
@@ -267,16 +265,54 @@ def test_attention_over_pages_equals_the_definition(name):
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("name", WINDOWED)
-def test_a_window_over_pages_is_seen_and_no_page_before_it_read(name):
-    for window in WINDOWS if name in ("xla", "gpu, groups of 5") else WINDOWS[2:]:
-        sees_a_window(case(name), window)
+@pytest.mark.parametrize(
+    ("name", "window"),
+    [
+        *((name, window) for name in WINDOWED for window in (16, 33)),
+        *((name, window) for name in WINDOWED[:2] for window in (1, 7)),
+    ],
+)
+def test_a_window_over_pages_is_seen_and_no_page_before_it_read(name, window):
+    """Pages of 16 tokens that lie before the windows hold NaN."""
+    given, read = dataclasses.replace(case(name), window=window), (set(), set())
+    C = given.pool[1].shape[2]
+    for b, page_X in enumerate(given.page_BX):
+        counts = given.prompt_tokens_B[b], given.tokens_B[b]
+        unseen = sum(counts) + given.recent_tokens_B[b] - window
+        pages = iter(page_X.tolist())
+        for pages_read, count, before in zip(read, counts, (0, counts[0]), strict=True):
+            ends = ((next(pages), min(count, start + C)) for start in range(0, count, C))
+            pages_read.update(page for page, end in ends if before + end > unseen)
+
+    def hidden(array, pages):
+        of_others = ~np.isin(np.arange(len(array)), list(pages))
+        return np.where(of_others[:, None, None, None], array.dtype.type(np.nan), array)
+
+    prompt_pool, pool = (
+        tuple(hidden(array, pages) for array in arrays)
+        for arrays, pages in zip((given.prompt_pool, given.pool), read, strict=True)
+    )
+    matches_the_definition(dataclasses.replace(given, prompt_pool=prompt_pool, pool=pool))
 
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("name", WINDOWED[1:])
 def test_a_slot_depends_on_itself_alone(name):
-    a_slot_depends_on_itself_alone(case(name))
+    """Bitwise: not on its place in the batch, other slots or the table's width."""
+    given, same_bits = case(name), np.testing.assert_array_equal
+    expected, B = given(), len(given.page_BX)
+    slot_B = np.random.default_rng(1).permutation(B)
+    names = ("q_BNH", "recent_tokens_B", "page_BX", "prompt_tokens_B", "tokens_B")
+    others = {name: getattr(given, name)[slot_B] for name in names}
+    same_bits(given(**others, recent=tuple(x[slot_B] for x in given.recent)), expected[slot_B])
+
+    alone = np.arange(B) == 5
+    idle = {name: getattr(given, name) * alone for name in ("tokens_B", "prompt_tokens_B")}
+    same_bits(given(**idle)[5], expected[5])
+    nan = np.where(alone[:, None, None], given.q_BNH, given.q_BNH.dtype.type(np.nan))
+    same_bits(given(q_BNH=nan)[5], expected[5])
+    wide = np.concatenate([given.page_BX, np.zeros((B, 9), np.int32)], axis=1)
+    same_bits(given(page_BX=wide), expected)
 
 
 @pytest.mark.usefixtures("small")
