@@ -69,10 +69,7 @@ def test_behavior_logp_equals_teacher_forcing_around_page_boundaries(small, samp
 
 
 def test_tokens_are_the_documented_function_of_seed_cursor_sample_and_position(small, sampled):
-    """Every token is the inverse CDF, in float64, of the teacher-forced distribution.
-
-    Only a uniform number within float32 rounding of a boundary could give a neighbouring token.
-    """
+    """Every token is the inverse CDF, in float64, of the teacher-forced distribution."""
     logits, uniform = teacher_forced(small, sampled), jit(uniform_at)
     key_R = jit(request_keys)(RUN_KEY, *np.array(list(sampled)).T)
     uniform_RT = np.stack([uniform(key_R, np.full(len(key_R), t)) for t in range(20)], axis=1)
@@ -100,10 +97,7 @@ def test_the_stop_token_counts_and_ends_the_response(sampled):
 
 
 def test_each_stream_is_sampled_as_it_says_beside_the_other(small, roomy, sampled):
-    """Temperature, then top-k, then top-p; log-probs are renormalised over what is left.
-
-    The other's tokens are those of it alone; its logits are scaled in another loop.
-    """
+    """Temperature, then top-k, then top-p; log-probs are renormalised over what is left."""
     sampling = dataclasses.replace(SAMPLING, temperature=1.5, top_p=0.8, top_k=20)
     session = Session(*roomy, Stream(RUN_KEY, SAMPLING), Stream(RUN_KEY, sampling))
     for (cursor, prompt), stream in itertools.product(PROMPTS.items(), (0, 1)):
@@ -158,7 +152,7 @@ def runs():
 
 
 def test_programs_of_other_sizes_change_no_bit():
-    """XLA's products of 32 and of 128 rows have other bits, and so had a request's log-probs."""
+    """XLA's products of 32 and of 128 rows have other bits."""
     config = Qwen2Config(512, 64, 192, 2, 4, 2, 16, True)
     sizes = {"slots": 128, "pages": 400, "prompt_pages": 40, "readers": 8, "block_tokens": 8}
     sizes |= {"max_response_tokens": 48, "rows": cache_module.XLA_ROWS}

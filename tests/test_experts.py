@@ -256,11 +256,7 @@ def rotated(batch):
 
 
 def test_the_learner_takes_the_samplers_experts_and_counts_other_choices(folder):
-    """In float32 it chooses the same: one update either way, bit by bit.
-
-    The passes of the reference policy and of old log-probabilities go the same ways: at the start
-    there is no KL, and the loss is that of ratios of 1.
-    """
+    """In float32 it chooses the same; the passes of other policies go the same ways."""
     how = {"kl_coef": 0.1, "old_logprobs": "learner"}
     before, (replayed, metrics), (_, seen) = updates(folder, rotated, **how)
     assert metrics["routes/differ"] == 0

@@ -33,7 +33,6 @@ def slots(config):
 
 
 def test_a_directory_and_data_are_enough_to_train(tmp_path):
-    """The user's model and data took six corrections: template, positions, cache, sets, sizes."""
     config = any_model.get_config()
     config.model.path = MODEL
     config.data.train = base.dataset(kind="arithmetic", count=100)
@@ -139,7 +138,6 @@ def test_a_model_alone_gets_its_lengths_and_cache(monkeypatch):
 
 
 def test_preflight_plans_what_training_would_though_it_reads_no_data():
-    """It planned a response of 0 tokens behind a prompt of all positions, and refused that."""
     config, devices = any_model.get_config(), jax.devices()
     config.model.path = MODEL
     run = examine.planned(config, devices, 2**34)

@@ -28,16 +28,12 @@ SMALL = gemma3.Gemma3Config(
 
 
 def test_a_token_sees_itself_and_the_tokens_before_it_in_its_window():
-    """TensorRT-LLM's left border was off by one."""
     seen_1TS = windowed(jnp.tril(jnp.ones((1, 9, 9), bool)), 4)
     assert seen_1TS[0].sum(axis=1).tolist() == [1, 2, 3, 4, 4, 4, 4, 4, 4]
 
 
 def test_a_scan_over_the_layers_keeps_their_order():
-    """MaxText's scanned layers lost which of them had windows, and sampled another policy's text.
-
-    The learner's scan equals the sampler's layers one by one.
-    """
+    """The learner's scan equals the sampler's layers one by one: each has its own window."""
     graph, params = random_params(SMALL)
     tokens_BT = np.random.default_rng(0).integers(0, 288, (2, 20))
     one_BT, position_BT = np.ones((2, 20), np.int32), np.tile(np.arange(20), (2, 1))

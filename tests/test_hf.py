@@ -148,10 +148,6 @@ def test_configs_of_older_and_newer_transformers_are_read(folder, changes, expec
     ],
 )
 def test_a_config_that_the_model_does_not_compute_is_refused_in_one_line(folder, changes, named):
-    """A rope_scaling without a type was read as plain RoPE, and trained at wrong angles.
-
-    So was any beside a rope_parameters. Of two values of rope_theta one won in silence.
-    """
     edit_config(folder, **changes)
     with pytest.raises(ValueError, match=rf"^{folder}/config.json: .*{re.escape(named)}") as error:
         load_config(folder)
@@ -180,7 +176,7 @@ def test_missing_unexpected_misshaped_and_wrong_tensors_are_all_named(folder):
 
 
 def test_buffers_of_older_checkpoints_are_ignored_and_other_tensors_not(tmp_path):
-    """Llama 2's files have the rotary angles, which were "unexpected", GPT-2's layout masks."""
+    """Llama 2's files have the rotary angles, GPT-2's layout has masks."""
     params = random_params(UNTIED)
     save_hf(params, UNTIED, tmp_path, max_shard_bytes=SHARD_BYTES)
     file, layer = min(tmp_path.glob("*.safetensors")), "model.layers.0.self_attn"
@@ -271,7 +267,7 @@ def test_convert_keeps_tokenizer_and_config_and_rounds_the_weights(tmp_path):
 
 
 def test_convert_refuses_numbers_that_are_not_finite(folder, tmp_path):
-    """A number beyond float16's range became infinity in the new directory, and nobody said so."""
+    """A number beyond float16's range is infinity there."""
     edit_weights(folder, lambda t: t.update({"model.norm.weight": np.full(24, 1e6, np.float32)}))
     message = r"in float16: final_norm_D has values that are not finite"
     with pytest.raises(ValueError, match=message):

@@ -94,7 +94,7 @@ def test_a_name_is_taken_where_the_platform_can_run_it(name, platform, row):
     ],
 )
 def test_pages_are_as_large_as_the_kernels_need(name, head_size, pages):
-    """A config's pages of 48 tokens were refused on a GPU, of 32 beside heads of 64 on a TPU."""
+    """A config's pages of 48 tokens run on a GPU, those of 32 beside heads of 64 on a TPU."""
     assert {C: KERNELS[name].page_tokens(C, head_size) for C in pages} == pages
 
 
@@ -195,11 +195,7 @@ def test_bfloat16_is_as_near_to_float32_on_a_gpu_as_plain_attention_is(few, monk
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_is_kept_for_the_backward_pass_is_not_computed_a_second_time(dtype):
-    """Six of a layer's 7 products are needed again, and attention's 2 in a loop.
-
-    In bfloat16 a product has a gradient of its own (models.precision), and a policy that looks for
-    products did not see it: keep_products kept nothing.
-    """
+    """Six of a layer's 7 products are needed again; in bfloat16 each has a gradient of its own."""
     segment_BT, branch_BT = SHORT["shared prompts"]
     graph, params = abstract_params(Qwen2Config(16, 32, 16, 1, 4, 2, 8, True))
 
@@ -273,7 +269,7 @@ def test_attention_over_pages_equals_the_definition(name):
     ],
 )
 def test_a_window_over_pages_is_seen_and_no_page_before_it_read(name, window):
-    """Pages of 16 tokens that lie before the windows hold NaN."""
+    """Pages that lie before the windows hold NaN."""
     given, read = dataclasses.replace(case(name), window=window), (set(), set())
     C = given.pool[1].shape[2]
     for b, page_X in enumerate(given.page_BX):
@@ -317,10 +313,7 @@ def test_a_slot_depends_on_itself_alone(name):
 
 @pytest.mark.usefixtures("small")
 def test_a_tpus_reads_are_waited_for_and_in_bounds(capfd):
-    """The simulated TPU (reads done when waited for, memory NaN before) has the same bits.
-
-    It raises on reads past an array and reports races between reads and arithmetic.
-    """
+    """The simulated TPU raises on reads past an array and reports races with arithmetic."""
     simulated = case("tpu, grouped", interpret=pltpu.InterpretParams(detect_races=True))()
     np.testing.assert_array_equal(simulated, case("tpu, grouped")())
     assert "RACE" not in capfd.readouterr().out
@@ -363,11 +356,7 @@ def test_a_tpu_copies_pages_as_plain_xla_does(H, C):
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
 @pytest.mark.parametrize("make", [rows, pages])
 def test_what_only_a_gpu_would_round_or_overflow(make, monkeypatch, capsys):
-    """Read from the programs for Triton: float32 is not rounded, and offsets have 64 bits.
-
-    The interpreter shows neither: with `triton.dot` at the default precision, which is TF32 on a
-    GPU, all other tests of this file passed. Two layers over pages have two kernels each.
-    """
+    """Read from the programs, as no interpreter shows it: no TF32, and offsets of 64 bits."""
     printing = functools.partial(triton.pl.pallas_call, debug=True)
     monkeypatch.setattr(triton.pl, "pallas_call", printing)
     mesh = make_mesh(data=1, model=1, devices=jax.devices()[:1])
@@ -398,11 +387,7 @@ def compiled(what, target, **environment):
 @pytest.mark.skipif(not LIBTPU.exists(), reason="needs the TPU's compiler: `make preflight`")
 @pytest.mark.parametrize("tpu", ["v5p:2x2x1", pytest.param("v5e:2x2", marks=pytest.mark.slow)])
 def test_a_tpus_kernels_compile(tpu):
-    """VMEM holds blocks of their real size, two cores share both directions of attention in rows.
-
-    Over pages inside shard_map, a loop and several layers none of the pools is copied: the
-    program's own memory is far below one pool's.
-    """
+    """VMEM holds blocks of their real size, and the program's own memory holds no pool's copy."""
     ((*_, calls, split),) = compiled("rows", tpu, PYTHONPATH=str(ROOT))
     assert (calls, split) == (2, 2 if tpu.startswith("v5p") else 1)
     lines = compiled("pages", tpu, PYTHONPATH=str(ROOT))
@@ -417,10 +402,7 @@ def test_a_tpus_kernels_compile(tpu):
 )
 @pytest.mark.parametrize(("what", "most"), [("rows", 12), ("pages", 1 / 4)])
 def test_a_gpus_kernels_compile(what, most):
-    """Memory is linear in the row, and no pool is copied; tiles fit on the chip and in registers.
-
-    The compiler refuses tiles that take more shared memory than the GPU has.
-    """
+    """Tiles fit on the chip and in registers; memory is linear in the row and holds no pool."""
     no_spills = "--xla_gpu_fail_ptx_compilation_on_register_spilling=true" if what == "rows" else ""
     lines = compiled(what, "gpu", PYTHONPATH=f"{ROOT}:{PLUGIN}", XLA_FLAGS=no_spills)
     assert len(lines) == 3 * len(HEADS[what, "gpu"])

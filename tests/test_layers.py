@@ -123,7 +123,6 @@ for name in sys.argv[1:]:
 
 
 def test_every_experiment_imports_and_training_loads_no_report():
-    """Each process of a pod loaded matplotlib and jinja2 before its first step."""
     files = [f for f in (ROOT / "experiments").rglob("*.py") if "runs" not in f.parts]
     modules = [".".join(f.relative_to(ROOT).with_suffix("").parts) for f in files]
     assert len(modules) > 15

@@ -101,7 +101,6 @@ def test_filtered_responses_add_nothing_and_do_not_count(params, data, expected)
 
 @pytest.mark.parametrize("loss", [plain_dapo, plain_gspo])
 def test_an_environments_tokens_are_read_and_never_trained_on(params, data, loss):
-    """Elsewhere an end token that was appended, not sampled, made the ratio explode."""
     rng = np.random.default_rng(5)
     given = [(rng.random(n) < 0.4) & (np.arange(n) > 0) for n in data.length_R]
     expected = plain(params, data.replace(given=given), token_loss=loss)
@@ -144,11 +143,7 @@ def test_the_metrics_are_means_over_the_response_tokens(params, data):
     ("mesh", "rows", "row_tokens"), [((1, 2, 2), 2, 46), ((2, 2, 1), 4, 38)], ids=str
 )
 def test_four_devices_take_the_update_of_one(monkeypatch, params, data, mesh, rows, row_tokens):
-    """They agree to 1e-5 of the largest entry: sums over devices round in another order.
-
-    Rows have the one of two lengths that wastes less: three of 38 entries would be two
-    micro-batches of two rows, and two of 46 hold all.
-    """
+    """Of the two lengths of rows it takes the one that wastes less: two of 46 hold all."""
     quick = functools.partialmethod(jax.stages.Lowered.compile, compiler_options=COMPILER_OPTIONS)
     monkeypatch.setattr(jax.stages.Lowered, "compile", quick)
     monkeypatch.setitem(PRESETS, "small", SMALL)
@@ -259,10 +254,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(params, data, where):
 
 @pytest.mark.parametrize(("dtype", "largest_gap"), [("float32", 1e-5), ("bfloat16", 2e-2)])
 def test_the_first_mini_batchs_ratio_is_one(monkeypatch, tmp_path, dtype, largest_gap):
-    """The sampler's log-probabilities are the learner's, up to rounding.
-
-    In bfloat16 attention in pieces rounds at other points than attention at once.
-    """
+    """In bfloat16 attention in pieces rounds at other points than attention at once."""
     monkeypatch.setattr(jax, "jit", jit)
     folder = directory("qwen2/tied", tmp_path)
     *_, metrics = step(programs("qwen2", folder, model={"compute_dtype": dtype}))
@@ -296,7 +288,6 @@ def test_an_entropy_bonus_is_the_mean_entropy_of_the_trained_tokens(params, data
 
 @pytest.mark.parametrize("by", ["learner", "sampler"])
 def test_old_logprobs_of_earlier_policies_tokens_are_as_chosen(params, data, by):
-    """By the learner's choice too, partial rollouts' tokens kept the sampler's, in silence."""
     learning = dataclasses.replace(LEARNING, old_logprobs=by)
     mesh = make_mesh(data=1, model=1, devices=jax.devices()[:1])
     how = {"graph": graph(), "mesh": mesh, "learning": learning}

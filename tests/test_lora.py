@@ -142,7 +142,7 @@ def test_learner_and_sampler_compute_with_the_same_bits(params, dtype):
 
 
 def test_a_small_update_is_not_rounded_away_in_bfloat16(params, monkeypatch):
-    """W + scale A B was rounded to W's grid, where a change of a thousandth of W is none."""
+    """On W's grid in bfloat16 a change of a thousandth of W is none."""
     queries, of_heads = [], SMALL.layer.of_heads
 
     def seen(layer, q_BTNH, *others):
@@ -188,11 +188,7 @@ def run(tmp_path_factory):
 def test_a_run_is_exported_with_its_factors_added_or_beside_as_peft_names_them(
     run, tmp_path, monkeypatch
 ):
-    """transformers reads W + scale * A B; nothing of LoRA is left to know about.
-
-    PEFT multiplies by lora_A [R, in], then by lora_B [out, R], and by lora_alpha / r. Of a model of
-    images too it would find no module by our names, and change nothing.
-    """
+    """PEFT multiplies by lora_A [R, in], then by lora_B [out, R], and by lora_alpha / r."""
     folder, config, programs, adapters, _ = run
     for kind in ("hf", "peft"):
         convert.convert(f"run:{folder}", f"{kind}:{tmp_path / kind}", dtype="float32")
@@ -224,11 +220,7 @@ def test_a_run_is_exported_with_its_factors_added_or_beside_as_peft_names_them(
 
 
 def test_a_start_model_that_has_changed_is_refused(run, tmp_path):
-    """LoRA's factors were added to whatever model.path held by then.
-
-    A resume refuses it; `convert`, `evaluate` and `sample` compared the config alone, so they
-    exported and scored another model. The policy of step 0 is the start model of any run.
-    """
+    """Factors belong to one start model, which is the policy of step 0."""
     folder, config, programs, _, checkpoints = run
     for step in (None, 0):
         policy.restored(programs, checkpoints, step)

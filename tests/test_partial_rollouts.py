@@ -171,10 +171,7 @@ def test_whole_blocks_of_a_partial_response_are_kept(tokens, limit, kept):
 
 @pytest.mark.slow
 def test_a_killed_run_resumes_bitwise(tmp_path, monkeypatch):
-    """Partial groups are in the checkpoint; rows, rollouts and weights are what they would be.
-
-    The step before had keys and values of its own: the run resumes where they are computed again.
-    """
+    """Its first step computes keys and values of partial groups again."""
     keys = {"num_steps": 4, "rollout.partial_rollout_steps": 1, "checkpoint.keep": 9}
     run, whole, recomputes = tmp_path / "run", tmp_path / "uninterrupted", []
     recompute, update = Engine.recompute, train.update

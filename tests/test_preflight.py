@@ -106,7 +106,6 @@ def built_with(**settings):
 
 @pytest.mark.parametrize("setting", [{"learner.lora_rank": 4}, {"algo.kl_coef": 0.1}])
 def test_start_weights_are_counted_while_sampling(setting):
-    """Preflight counted LoRA's and the KL term's in the update alone: a too large cache fitted."""
     built = built_with(**setting)
     held = built.start_weights, built.state
     start_weights, state = map(device_bytes, held)
@@ -118,7 +117,6 @@ def test_start_weights_are_counted_while_sampling(setting):
 
 
 def test_the_pass_of_old_logprobs_is_compiled_and_counted(monkeypatch):
-    """With algo.old_logprobs = learner a program that runs in each step was in no memory."""
     built = built_with(**{"algo.old_logprobs": "learner"})
     monkeypatch.setattr(type(built), "lower_update", lambda *_: None)
     monkeypatch.setattr(type(built), "lower_old_logprobs", lambda _, row_tokens: row_tokens)

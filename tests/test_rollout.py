@@ -30,11 +30,7 @@ from dapo_jax.types import PartialGroup, Response
 
 
 def test_streaming_keeps_what_the_batchwise_filter_keeps_whatever_the_lengths():
-    """Informative groups are the long ones here, and some scripts run into the cap.
-
-    The informative groups that finish first are others, and shorter ones: the bias that would teach
-    a policy to be brief.
-    """
+    """Those that finish first are shorter: they would teach a policy to be brief."""
     rng = np.random.default_rng(0)
     streamed_lengths, hasty_lengths, differing, capped = [], [], 0, 0
     for seed in range(100):
@@ -103,10 +99,7 @@ def test_golden_dynamic_sampling(shared):
 
 
 def test_a_step_waits_for_the_groups_before_the_last_one_kept_and_cancels_those_behind():
-    """Group 0 is slow and not informative; group 3 is slower still, and not needed.
-
-    Groups behind the last one, finished or not, are counted as issued and are sampled again.
-    """
+    """Group 0 is slow and not informative; group 3 is slower still, and not needed."""
     slow = script([0, 2, 2, 2, 2], length_tokens=np.array([40, 2, 2, 99, 2]))
     session = ScriptedSession(slow, slots=5 * G, block_tokens=4)
     rollouts = run(slow, num_prompts=2, expected_rate=0.1, session=session)
@@ -171,10 +164,7 @@ def test_an_error_in_the_grader_surfaces_at_once():
 
 @pytest.mark.parametrize("expected_rate", [0.1, 0.4, 1.0])
 def test_little_more_is_issued_than_needed_whatever_was_expected(expected_rate):
-    """Of the groups 0.4 are informative. Slots hold two thirds of what is needed.
-
-    By a wrong expectation alone twice as much would be issued, or one by one in eight blocks.
-    """
+    """Of the groups 0.4 are informative. Slots hold two thirds of what is needed."""
     issued, sampled, blocks = [], [], []
     for seed in range(20):
         scripted = script(2 * (np.random.default_rng(seed).random(400) < 0.4))
@@ -233,10 +223,7 @@ def steps_of(script, *, count, every_steps=1, num_prompts=4, max_prompts=400, **
 @pytest.mark.parametrize("every_steps", [1, 4])
 @pytest.mark.parametrize("partial_rollout_steps", [1, 3])
 def test_no_slot_waits_and_no_group_is_lost(partial_rollout_steps, every_steps):
-    """Many steps of long-tailed lengths: each group is sampled once, whole, and in the end used.
-
-    Slots stay full to a step's end, but where as many are under way as later steps can train on.
-    """
+    """Each group is sampled once, whole, and slots stay full while later steps can use more."""
     script, seen, idle, ages = long_tailed_script(0, prompts=600), [], [], []
     how = {"partial_rollout_steps": partial_rollout_steps, "every_steps": every_steps}
     for calls, before, rollouts in steps_of(script, count=25, **how):
@@ -271,7 +258,6 @@ def test_at_the_cap_a_step_ends_with_what_there_is():
 
 
 def test_a_fork_takes_over_only_what_its_own_config_could_have_sampled():
-    """Responses above its limit were trained on, and a group of another size was an odd error."""
 
     def response(tokens, *, stopped):
         return Response(np.zeros(tokens, np.int32), np.zeros(tokens, np.float32), stopped)

@@ -220,12 +220,7 @@ def borders(prob_V, count=57):
 
 @pytest.mark.parametrize(("ways", "limits"), [(1, FULL), (1, TOP_50), (4, NUCLEUS)], ids=str)
 def test_no_uniform_number_gives_an_impossible_token_of_a_real_vocabulary(ways, limits):
-    """With top-p 0.7 padded ids came out, which no tokenizer can decode: the run ended.
-
-    The running sum over 1,187 blocks rounds up and down by 1e-7, so that blocks behind the last
-    possible token had mass: at the largest uniform number, 10 of 128 rows with top-p 0.7 and 21
-    with top-k 50, most of them with id 151,679, where the tokenizer ends at 151,664.
-    """
+    """The running sum over 1,187 blocks rounds up and down by 1e-7, behind the last token too."""
     for seed in (5, 20, 28, 32, 43):
         logits_V = np.asarray(truncation(*limits)(qwen_logits(seed)[None]))[0]
         prob_V = probabilities(logits_V)
@@ -242,10 +237,7 @@ def test_no_uniform_number_gives_an_impossible_token_of_a_real_vocabulary(ways, 
 
 
 def test_zero_is_a_number_like_others():
-    """It gave the first token with any weight: 1 of 8 million numbers, whatever the token's share.
-
-    Where that token is the tokenizer's first, "!", a 32B step of 40 million tokens had 5 of them.
-    """
+    """It does not give the first token whatever that one's share is."""
     logits_V = qwen_logits(0)
     logits_V[0] = logits_V.max() - 40
     token_N, _ = sample_many(logits_V, np.zeros(1, np.float32))

@@ -92,10 +92,7 @@ def all_free(scheduler):
 
 
 def test_slots_are_filled_while_requests_wait():
-    """With 60 requests of a long tail, no slot is left empty for a block while one waits.
-
-    Then the blocks are at most the mean load of a slot and one longest request (Graham 1969).
-    """
+    """Then the blocks are at most a slot's mean load and one longest request (Graham 1969)."""
     rng = np.random.default_rng(0)
     length_P4 = np.where(rng.random((15, 4)) < 0.2, 20, rng.integers(1, 6, (15, 4)))
     script, slots = Script(), CACHE.slots
@@ -135,10 +132,7 @@ def test_prompts_go_to_the_shard_with_most_slots_to_fill():
 
 
 def test_a_prompts_pages_are_shared_by_at_most_the_readers():
-    """Nine samples of four readers a prefix have three, each prefilled once.
-
-    A prompt of one token needs no page.
-    """
+    """Nine samples of four readers have three copies of it; a prompt of one token needs no page."""
     script = Script(dataclasses.replace(CACHE, slots=12, pages=40))
     script.submit(0, [20] * 9, prompt_tokens=17)
     script.submit(1, [20] * 3, prompt_tokens=1)
@@ -169,10 +163,7 @@ def test_admission_leaves_the_watermark_of_pages_free():
 
 @pytest.mark.parametrize("seed", range(6))
 def test_every_page_has_one_owner_and_comes_back(seed):
-    """Submissions, blocks and cancellations are random, in a cache that may hold but one request.
-
-    The oldest request of a shard is never preempted, and all requests end that are not cancelled.
-    """
+    """The oldest request of a shard is never preempted, and all end that are not cancelled."""
     rng = np.random.default_rng(seed)
     slots, pages = int(rng.integers(1, 7)), int(rng.integers(4, 14))
     cache = dataclasses.replace(CACHE, slots=slots, pages=pages, prompt_pages=7)
@@ -213,10 +204,7 @@ def first_in(scheduler):
 
 
 def test_samples_move_to_other_shards_once_none_waits():
-    """All shards wait for the fullest: when the other has none left, two samples of four move.
-
-    They are those with the fewest pages, and a prompt of two pages moves with each.
-    """
+    """The two of four with the fewest pages move, and a prompt of two pages with each."""
     script = Script(dataclasses.replace(CACHE, slots=4), shards=2)
     script.submit(0, [20, 20], prompt_tokens=17)
     script.submit(1, [8] * 4)

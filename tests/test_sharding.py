@@ -106,10 +106,7 @@ def collectives(compiled):
 
 
 def test_sampling_exchanges_nothing_over_data_and_no_cache_over_model(policy):
-    """Prefill and decoding: each shard of the data may take as many steps as its own slots need.
-
-    Over "model" go activations, the vocabulary's partial sums and the sampled token.
-    """
+    """Over "model" go activations, the vocabulary's partial sums and the sampled token."""
     policy.engine.compile(SAMPLING)
     programs = policy.engine._programs.values()
     exchanged = [exchange for program in programs for exchange in collectives(program)]
