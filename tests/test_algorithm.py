@@ -1,7 +1,6 @@
 """dapo_jax.algorithm: hand-computed equations, gradients, invariances, reference vectors.
 
-To compile a program takes a second and to run it none: batches of all shapes are padded to one,
-for which the policy loss is compiled once a precision (`update`).
+Batches of all shapes are padded to one, for which the policy loss is compiled once (`update`).
 """
 
 import math

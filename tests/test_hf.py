@@ -128,7 +128,6 @@ def test_configs_of_older_and_newer_transformers_are_read(folder, changes, expec
         ({"quantization_config": {"bits": 4}}, "quantization_config is "),
         ({"auto_map": {"AutoModelForCausalLM": "x.Model"}}, "auto_map is "),
         ({"architectures": ["Qwen2ForTokenClassification"]}, "architectures is "),
-        ({"hidden_size": "ABSENT"}, "hidden_size is None"),
         ({"hidden_size": 30, "head_dim": "ABSENT"}, "hidden_size is 30, but must be a multiple"),
         ({"num_attention_heads": 5}, "num_attention_heads is 5"),
         ({"head_dim": 7}, "head_dim is 7"),
@@ -136,7 +135,6 @@ def test_configs_of_older_and_newer_transformers_are_read(folder, changes, expec
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn needs original_max_position"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "(no scaling), 'llama3', 'yarn'"),
         ({"rope_scaling": YARN | {"mscale": 0.7}}, "mscale is not computed"),
-        ({"rope_scaling": YARN | {"type": "llama3"}}, "rope_scaling is "),
         ({"rope_scaling": YARN | {"factor": float("nan")}}, "factor must be a positive number"),
         ({"rope_scaling": YARN, "rope_parameters": YARN | {"factor": 2.0}}, "must say the same as"),
         (
@@ -239,13 +237,9 @@ def test_the_index_says_which_file_has_a_tensor(tmp_path):
         load_hf(tmp_path)
 
 
-def test_save_refuses_a_directory_with_a_model_and_keys_that_contradict_it(tmp_path, folder):
-    params = random_params(UNTIED)
+def test_save_refuses_a_directory_with_a_model(folder):
     with pytest.raises(FileExistsError, match=r"already holds a model .*config.json, model.safete"):
-        save_hf(params, UNTIED, folder)
-    with pytest.raises(ValueError, match="extra_config gives hidden_size"):
-        save_hf(params, UNTIED, tmp_path / "a", extra_config={"hidden_size": 3})
-    assert not (tmp_path / "a").exists()
+        save_hf(random_params(UNTIED), UNTIED, folder)
 
 
 def test_convert_keeps_tokenizer_and_config_and_rounds_the_weights(tmp_path):
@@ -277,7 +271,7 @@ def test_convert_refuses_numbers_that_are_not_finite(folder, tmp_path):
 
 def test_convert_refuses_bad_places(folder, tmp_path):
     target = f"hf:{tmp_path / 'out'}"
-    for source in ("hf", "hf:", "torch:x", str(folder)):
+    for source in ("hf:", "torch:x", str(folder)):
         with pytest.raises(ValueError, match=r"--from is .* must be hf:DIR"):
             convert(source, target, dtype="float32")
     with pytest.raises(FileExistsError, match="exists and is not an empty directory"):

@@ -229,20 +229,18 @@ def test_the_rate_warms_up_from_a_fraction_and_decays_to_the_last_step(decay, at
     assert rates(12)[0] == 1 / 12, "a warm-up that fills the run"
 
 
-@pytest.mark.parametrize("where", ["behavior", "advantage", "params"])
+@pytest.mark.parametrize("where", ["behavior", "params"])
 def test_a_gradient_that_is_not_finite_changes_nothing(params, data, where):
     """A value that is not finite is named, and the state is bitwise the one before."""
     start, _ = run_update(params, batch_of(data))  # moments that are not zero
-    behavior, advantage_R = [logp.copy() for logp in data.behavior_logp], data.advantage_R.copy()
+    behavior = [logp.copy() for logp in data.behavior_logp]
     if where == "behavior":
         behavior[3][7] = np.nan
-    elif where == "advantage":
-        advantage_R[2] = np.inf
     else:
         norm_D = start.params["final_norm_D"].copy()
         norm_D[0] = np.inf
         start = start.replace(params=start.params | {"final_norm_D": norm_D})
-    batch = batch_of(data.replace(behavior_logp=behavior, advantage_R=advantage_R))
+    batch = batch_of(data.replace(behavior_logp=behavior))
     state, metrics = next_update(start, batch)
     assert not metrics["taken"]
     assert learner.checked_names(start)[metrics["bad"]] == "the loss or a metric of it"

@@ -212,8 +212,6 @@ def test_a_run_is_exported_with_its_factors_added_or_beside_as_peft_names_them(
         A, B = (tensors[f"{name}.lora_{factor}.weight"] for factor in "AB")
         merged = start["layers"][w][layer].reshape(len(A.T), -1).T + 2.0 * B @ A
         np.testing.assert_allclose(merged.T, expected[layer].reshape(len(A.T), -1), atol=1e-5)
-    with pytest.raises(ValueError, match="only a run has factors"):
-        convert.convert(f"hf:{config.model.path}", f"peft:{tmp_path / 'x'}", dtype="float32")
     monkeypatch.setattr(convert, "sees_images", lambda path: path == config.model.path)
     with pytest.raises(ValueError, match=r"sees images, too, .* use --to=hf:DIR"):
         convert.convert(f"run:{folder}", f"peft:{tmp_path / 'y'}", dtype="float32")

@@ -1,9 +1,8 @@
 """Updates of a small model: some responses, the packed update, and a plain one from the equations.
 
 The plain losses are written from the papers' equations alone. They share nothing with the learner
-but the model's forward pass, which test_parity.py compares with transformers. To compile a program
-takes seconds and to run it none, so tests share settings and shapes where they can, and hand over
-host arrays: an array that lies on a mesh asks for a program of its own.
+but the model's forward pass, which test_parity.py compares with transformers. Tests share settings
+and shapes, and hand over host arrays: one that lies on a mesh asks for a program of its own.
 """
 
 import dataclasses
