@@ -87,7 +87,7 @@ def test_outputs_and_gradients_equal_the_definition(norm_topk):
     for name in ("router_DX", "gate_EDY", "up_EDY", "down_EYD"):
         getattr(layer, name)[...] = 10 * getattr(layer, name)[...]
     h_BTD = jax.random.normal(jax.random.key(1), (2, 2, 32))
-    _, chosen_BTA = feed_forward(layer, h_BTD)
+    _, chosen_BTA = jit(lambda: feed_forward(layer, h_BTD))()
     top_BTA = jax.lax.top_k(h_BTD @ layer.router_DX[...], 2)[1]
     np.testing.assert_array_equal(chosen_BTA, top_BTA)
     given_BTA = (chosen_BTA + 1) % 6
@@ -115,7 +115,7 @@ def test_the_router_is_float32_where_tokens_are_bfloat16():
     """Rounded as the tokens are, its probabilities tie, and others are chosen."""
     layer = Qwen3MoeLayer(SMALL, key=jax.random.key(0))
     h_BTD = jax.random.normal(jax.random.key(1), (1, 2_000, 32), jnp.bfloat16)
-    chosen_BTA = feed_forward(layer, h_BTD)[1]
+    _, chosen_BTA = jit(lambda: feed_forward(layer, h_BTD))()
     logits_BTX = h_BTD.astype(jnp.float32) @ layer.router_DX[...]
     np.testing.assert_array_equal(chosen_BTA, jax.lax.top_k(logits_BTX, 2)[1])
 
@@ -157,8 +157,8 @@ def test_neighbours_change_no_bit_and_no_route():
     params = jax.tree.map(lambda a: a.astype("bfloat16"), random_params(WIDE)[1])
     how = {"parts": ((1 / 2, 1), (1, 1)), "decode_options": KERNELS["cpu"].decode_options}
     engine, params = build(WIDE, TIGHT, params, **how)
-    together, _ = sample_groups(engine, params, GROUPS)
-    for group in GROUPS[:6]:
+    together, _ = sample_groups(engine, params, GROUPS[:9])
+    for group in GROUPS[:3]:
         alone, _ = sample_groups(engine, params, [group])
         same_bits(alone, {request: together[request] for request in alone})
         for request, response in alone.items():
@@ -175,7 +175,8 @@ def small():
 def chosen_by(model, prompt, response):
     """The experts that a model chooses for a prompt and its response, [T, L, A]."""
     tokens_T = np.append(prompt, response.tokens_T)[:-1]
-    return np.asarray(chosen(*model, tokens_T[None]))[:, 0].swapaxes(0, 1)
+    padded_BT = np.pad(tokens_T, (0, 40 - len(tokens_T)))[None]  # one program for all
+    return np.asarray(chosen(*model, padded_BT))[:, 0].swapaxes(0, 1)[: len(tokens_T)]
 
 
 @jit(static_argnums=0)
