@@ -130,10 +130,10 @@ def test_each_stream_is_sampled_as_it_says_beside_the_other(small, roomy, sample
 def runs():
     """GROUPS were sampled each in a session of its own, then all in one: {request: response}.
 
-    The cache holds half of what its slots may need; half of the programs of training. compiled:
-    the seconds of each compilation in making the programs, and later.
+    The cache holds half of what its slots may need. compiled: the seconds of each compilation in
+    making the programs, and later.
     """
-    how = {"parts": cache_module.PARTS[1::2], **AS_TRAINED}
+    how = {"parts": ((1 / 2, 1 / 4), (1, 1)), **AS_TRAINED}
     engine, params = build(WIDE, TIGHT, random_params(WIDE)[1], **how)
     compiled, alone = ([], []), {}
 
@@ -153,7 +153,7 @@ def runs():
 
 def test_programs_of_other_sizes_change_no_bit():
     """XLA's products of 32 and of 128 rows have other bits."""
-    config = Qwen2Config(512, 64, 192, 2, 4, 2, 16, True)
+    config = Qwen2Config(512, 64, 192, 1, 4, 2, 16, True)
     sizes = {"slots": 128, "pages": 400, "prompt_pages": 40, "readers": 8, "block_tokens": 8}
     sizes |= {"max_response_tokens": 48, "rows": cache_module.XLA_ROWS}
     cache, parts = dataclasses.replace(ROOMY, **sizes), ((1 / 4, 1), (1, 1))
