@@ -16,8 +16,8 @@ OPEN += ("rollout.cache_mib",)
 MODEL = tiny.get_config().model.path
 
 
-def left_open(config, *keys):
-    config.update_from_flattened_dict(dict.fromkeys(keys or OPEN, 0))
+def left_open(config):
+    config.update_from_flattened_dict(dict.fromkeys(OPEN, 0))
     config.mesh.cpu_devices = 0
     checks.check(config)
     return config

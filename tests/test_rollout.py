@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import threading
 import time
 
 import golden
@@ -22,6 +23,7 @@ from scripted import (
     steps,
 )
 
+from dapo_jax.grading import Grading
 from dapo_jax.logs import metrics
 from dapo_jax.rollout import StepPlan, collect, continued
 from dapo_jax.types import PartialGroup, Response
@@ -146,6 +148,20 @@ def test_the_schedule_does_not_depend_on_the_graders_speed():
         assert (seconds["prefill"], seconds["decode"], seconds["host"]) == (1.0, 2.0, 3.0)
     assert schedules[0] == schedules[1] == schedules[2]
     assert {call[0] for call in schedules[0][0]} == {"submit", "cancel", "step"}
+
+
+def test_a_verdict_comes_with_the_next_exchange():
+    scripted, may_go_on = script([2]), threading.Event()
+    group = ScriptedSession(scripted, slots=G, block_tokens=4)._group(0, 0)
+
+    def grade(group):
+        assert may_go_on.wait(10)
+        return scripted_grade(scripted)(group)
+
+    with Grading(grade) as grading:
+        assert grading.exchange([group]) == []
+        may_go_on.set()
+        assert [group.cursor for group in grading.exchange([])] == [0]
 
 
 def test_an_error_in_the_grader_surfaces_at_once():
