@@ -111,14 +111,9 @@ def test_presets_have_the_published_number_of_parameters():
     assert counts == PUBLISHED
 
 
-def test_a_new_model_has_the_abstract_params_and_small_random_matrices():
+def test_a_new_model_has_small_random_matrices():
     config = Qwen2Config(64, 32, 48, 2, 4, 2, 8, True)
     params = jit(lambda key: split(Transformer(config, key=key))[1])(jax.random.key(1))
-    ours, theirs = (
-        jax.tree.map(lambda a: (a.shape, a.dtype), it)
-        for it in (params, abstract_params(config)[1])
-    )
-    assert ours == theirs
     assert np.std(params["layers"]["up_DF"]) == pytest.approx(0.02, rel=0.1)
     assert (params["layers"]["up_DF"][0] != params["layers"]["up_DF"][1]).all()
     assert (params["final_norm_D"] == 1).all()

@@ -116,18 +116,6 @@ def test_a_step_waits_for_the_groups_before_the_last_one_kept_and_cancels_those_
     assert cursors(following) == [3, 4]
 
 
-def test_without_dynamic_sampling_the_first_prompts_are_all_kept():
-    """All are issued at once, and nothing else is, whatever the rate was: no verdict matters."""
-    scripted = script([0, 4, 2, 0, 1], length_tokens=np.array([3, 30, 3, 9, 3]))
-    session = ScriptedSession(scripted, slots=6, block_tokens=4)
-    how = {"num_prompts": 4, "max_prompts": 99, "expected_rate": 0.1, "dynamic_sampling": False}
-    rollouts = run(scripted, 1, session=session, **how)
-    assert rollouts.kept.tolist() == [0, 1, 2, 3]
-    assert cursors(rollouts) == [1, 2, 3, 4]
-    assert (rollouts.cursor, rollouts.issued) == (5, 4)
-    assert session.calls[:4] == [("submit", cursor) for cursor in range(1, 5)]
-
-
 def test_the_schedule_does_not_depend_on_the_graders_speed():
     """The same groups are issued, cancelled and sampled at every step."""
     script = long_tailed_script(3, prompts=60)
@@ -195,12 +183,13 @@ def test_little_more_is_issued_than_needed_whatever_was_expected(expected_rate):
 
 
 def test_the_stats_add_up():
-    """Two groups run on six slots, in blocks of four steps, and are counted by hand."""
+    """Without dynamic sampling two groups run on six slots, in blocks of four steps, by hand."""
     lengths = np.array([[2, 4, 6, 9], [1, 5, 5, 5]])
-    scripted = Script(np.array([[True, True, False, False]] * 2), lengths)
+    scripted = Script(np.array([[True] * G, [True, True, False, False]]), lengths)
     session, reports = ScriptedSession(scripted, slots=6, block_tokens=4), []
     how = {"dynamic_sampling": False, "session": session, "report": reports.append}
     rollouts = run(scripted, num_prompts=2, **how)
+    assert (rollouts.kept.tolist(), rollouts.cursor, rollouts.issued) == ([0, 1], 2, 2)
     assert reports[0] == "rollout: 0 informative of 0 groups, 2 wanted"
     stats = rollouts.stats
     assert steps(session) == [
