@@ -12,17 +12,11 @@ from dapo_jax.types import Batch, Group, Prompt, Response
 def group(prompt, *responses) -> Group:
     """Makes responses to a prompt, whose behaviour log-probabilities tell tokens apart."""
     rng = np.random.default_rng(len(prompt))
-
-    def behavior(response):
-        return -rng.exponential(1.0, len(response)).astype(np.float32)
-
-    return Group(
-        cursor=0,
-        prompt=Prompt(np.asarray(prompt, np.int32), None),
-        responses=tuple(
-            Response(np.asarray(r, np.int32), behavior(r), stopped=True) for r in responses
-        ),
-    )
+    made = [
+        Response(np.int32(r), -rng.exponential(1.0, len(r)).astype(np.float32), stopped=True)
+        for r in responses
+    ]
+    return Group(cursor=0, prompt=Prompt(np.int32(prompt), None), responses=tuple(made))
 
 
 def random_groups(seed: int, *, count: int, size: int) -> list[Group]:
