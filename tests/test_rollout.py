@@ -34,7 +34,7 @@ from dapo_jax.types import PartialGroup, Response
 def test_streaming_keeps_what_the_batchwise_filter_keeps_whatever_the_lengths():
     """Those that finish first are shorter: they would teach a policy to be brief."""
     rng = np.random.default_rng(0)
-    streamed_lengths, hasty_lengths, differing, capped = [], [], 0, 0
+    differing = capped = 0
     for seed in range(100):
         num_prompts = int(rng.integers(4, 13))
         engine = {"slots": int(rng.integers(4, 65)), "block_tokens": int(rng.integers(1, 9))}
@@ -50,11 +50,8 @@ def test_streaming_keeps_what_the_batchwise_filter_keeps_whatever_the_lengths():
         finished = itertools.chain(*(call[1 + session.slots :] for call in steps(session)))
         hasty = [p for p in finished if p in script.informative][:num_prompts]
         differing += sorted(hasty) != kept
-        streamed_lengths.append(script.length_PG[kept].mean())
-        hasty_lengths.append(script.length_PG[hasty].mean())
     assert 0 < capped < 50
     assert differing > 60
-    assert np.mean(hasty_lengths) < 0.9 * np.mean(streamed_lengths)
 
 
 def test_groups_of_other_streams_change_neither_what_is_kept_nor_what_is_counted():
