@@ -136,6 +136,15 @@ def test_kl_k3_by_hand_and_finite_for_extreme_policies():
     np.testing.assert_allclose(slope_T, [0, 1 - 1 / math.e, 1 - math.e, 0, 0], rtol=1e-6)
 
 
+def test_kl_k3_is_accurate_and_never_negative_near_zero():
+    d = np.concatenate([s * np.logspace(-8, 1, 2000) for s in (-1.0, 1.0)]).astype(np.float32)
+    kl = np.asarray(kl_and_slope(np.zeros_like(d), d)[0])
+    assert kl.min() >= 0.0
+    exact = np.expm1(d.astype(np.float64)) - d
+    middle = np.abs(d) > 1e-3
+    np.testing.assert_allclose(kl[middle], exact[middle], rtol=1e-3)
+
+
 def test_token_weights_by_hand():
     """Two of the prompts and three of the responses have tokens: no other changes a weight."""
     mask_PGT = np.array([[[1, 1, 1], [1, 0, 0]], [[1, 1, 0], [0, 0, 0]], [[0] * 3] * 2])

@@ -210,13 +210,13 @@ def slopes(learning: learner.Learning) -> list[np.ndarray]:
     return np.split(found, CUTS)
 
 
-def slopes_by_hand(preset: str) -> list[np.ndarray]:
+def slopes_by_hand(preset: str, *, kl_cov_share=2e-3, **_) -> list[np.ndarray]:
     """The same from the paper's equation, response by response."""
     _, log_ratio, logp = sampled()
     R, N = len(LENGTHS), sum(LENGTHS)
     advantage = np.repeat(ADVANTAGE_PG.flat, LENGTHS)
     covariance = (logp - logp.mean()) * (advantage - advantage.mean())
-    marked = np.split(covariance >= np.sort(covariance)[-max(int(2e-3 * N), 1)], CUTS)
+    marked = np.split(covariance >= np.sort(covariance)[-max(int(kl_cov_share * N), 1)], CUTS)
 
     def clipped(r, A, low, high, dual=np.inf):
         held = (r > high) if A > 0 else (r < low) | (r > dual)
@@ -244,6 +244,7 @@ def slopes_by_hand(preset: str) -> list[np.ndarray]:
     [
         *((preset, "packed", {}) for preset in base.LOSS_PRESETS),
         ("gspo", "packed", {"policy_loss": "gspo:gspo"}),
+        ("kl_cov", "packed", {"kl_cov_share": 0.05}),
         # Those whose loss of a token depends on others.
         *((preset, other, {}) for preset in ("gspo", "scalerl") for other in [*LAYOUTS][1:]),
     ],
@@ -252,7 +253,7 @@ def test_a_preset_has_its_papers_gradient_in_every_layout(preset, layout, change
     """So has gspo.py, a loss from outside."""
     learning = learning_of(preset, **changes)
     learning = dataclasses.replace(learning, update_responses=8, **LAYOUTS[layout])
-    found, by_hand = slopes(learning), slopes_by_hand(preset)
+    found, by_hand = slopes(learning), slopes_by_hand(preset, **changes)
     largest = max(np.abs(slope).max() for slope in by_hand)
     assert largest > 0
     for ours, theirs in zip(found, by_hand, strict=True):
