@@ -109,6 +109,13 @@ def test_the_first_mixed_groups_are_taken_in_prompt_order():
     assert algorithm.first_informative(correct_PG[:1], num_prompts=2).tolist() == []
 
 
+def test_on_policy_the_full_gradient_passes_though_both_bounds_are_one():
+    advantage_RT, logp_RT = np.float32([[1.0, -1.0]]), np.full((1, 2), -1.0, np.float32)
+    clip = CLIP | {"eps_low": 0.0, "eps_high": 0.0}
+    _, gradient_RT, _ = update(logp_RT, logp_RT, advantage_RT, np.ones((1, 2)), clip)
+    np.testing.assert_array_equal(gradient_RT, -advantage_RT)
+
+
 @pytest.mark.parametrize("advantage", [3.0, -3.0, 0.0])
 @pytest.mark.parametrize("dual_clip", [10.0, 1e9])
 def test_extreme_log_ratios_stay_finite_without_gradient(advantage, dual_clip):
