@@ -31,6 +31,7 @@ from engines import (
 from quick import jit, random_params
 
 from dapo_jax.sampler import cache as cache_module
+from dapo_jax.sampler import plan
 from dapo_jax.sampler.sampling import request_keys, uniform_at
 from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.types import Prompt
@@ -173,6 +174,22 @@ def test_neighbours_full_slots_and_restarts_change_no_bit_and_compile_nothing(ru
     programs = runs.engine._programs
     assert {name for name, *_ in programs} == {"prefill", "decode"}
     assert [*map(len, runs.compiled)] == [len(programs) + 1, 0]  # one makes the pages
+
+
+@pytest.mark.slow
+def test_samples_that_change_shards_keep_every_bit(runs, monkeypatch):
+    """Shards that run out of work take samples of others, with their pages and their prompts'."""
+    monkeypatch.setattr(plan, "BALANCE_SLACK", -1.0)
+    cache = dataclasses.replace(TIGHT, slots=6, pages=40)
+    engine, params = build(WIDE, cache, random_params(WIDE)[1], shards=4, **AS_TRAINED)
+    responses, session = sample_groups(engine, params, GROUPS)
+    where = {}
+    for block in session.blocks:
+        for slot in np.flatnonzero(block.cursor_B >= 0).tolist():
+            request = int(block.cursor_B[slot]), int(block.sample_B[slot])
+            where.setdefault(request, set()).add(slot // cache.slots)
+    assert sum(len(shards) > 1 for shards in where.values()) >= 4
+    same_bits(responses, runs.alone)
 
 
 def test_whatever_is_submitted_and_cancelled_no_bit_changes(runs):

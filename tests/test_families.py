@@ -28,7 +28,6 @@ def outside(monkeypatch):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A directory of a model of the family."""
     sizes = (V, D, F, L, N, K, H, False)
     config = families.load("gains").config(*sizes, rope_theta=THETA, rms_norm_eps=EPS)
     save_hf(random_params(config, spread=0.4)[1], config, tmp_path / "gains")

@@ -101,7 +101,6 @@ def test_the_config_for_one_gpu_leaves_room_for_the_training_state(preset, lora_
 
 
 def fitted(prompt_tokens, requests, **changes):
-    """The config of a model alone."""
     config = any_model.get_config()
     config.model.path = MODEL
     config.update_from_flattened_dict(changes)

@@ -56,7 +56,6 @@ def data():
 
 @pytest.fixture(scope="module")
 def expected():
-    """Computes the plain loss and gradient."""
     return plain(random_weights(), long_tailed())
 
 

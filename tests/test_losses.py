@@ -23,7 +23,6 @@ MAX_TOKENS = 50
 
 
 def config_of(preset: str = "", **changes):
-    """The defaults with a preset, and keys of algo changed."""
     config = base.apply_preset(base.get_config(), preset)
     config.rollout.max_response_tokens = MAX_TOKENS
     config.algo.update({"overlong_cache_tokens": 0} | changes)

@@ -91,7 +91,6 @@ def errors(actual, expected) -> dict[str, float]:
 
 
 def check(sizes, batch, *, lora=None) -> None:
-    """Compares bfloat16 with float32."""
     weights = random_weights(sizes)
     params = weights
     if lora:

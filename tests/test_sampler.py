@@ -65,7 +65,6 @@ def split(function, ways, *, others=0, gives=PARTS):
 
 @functools.cache
 def truncation(top_p, top_k, ways=1):
-    """The truncation of all rows alike, jitted."""
     return jit(split(functools.partial(truncate, top_p=[top_p], top_k=[top_k]), ways))
 
 
@@ -189,7 +188,6 @@ def qwen_logits(seed):
 
 
 def probabilities(logits_V):
-    """Computes softmax in float64."""
     weight_V = np.exp(logits_V.astype(np.float64) - logits_V.max())
     return weight_V / weight_V.sum()
 

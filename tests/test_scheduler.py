@@ -10,11 +10,6 @@ from dapo_jax.sampler.cache import NULL_PAGE, decode_sizes
 from dapo_jax.sampler.scheduler import Scheduler
 
 
-def sizes(cache):
-    """Lists (rows, pages) as on a CPU."""
-    return decode_sizes(cache, kernel=False)
-
-
 class Script:
     """A scheduler whose requests have scripted lengths: {(group, sample): tokens}.
 
@@ -27,7 +22,6 @@ class Script:
         self.finished = {}
 
     def submit(self, group, tokens, *, prompt_tokens=9):
-        """Submits one sample for each number of tokens."""
         self.tokens |= {(group, sample): n for sample, n in enumerate(tokens)}
         limits = [self.scheduler.cache.max_response_tokens] * len(tokens)
         self.scheduler.submit(group, prompt_tokens, limits)
@@ -139,8 +133,8 @@ def test_a_prompts_pages_are_shared_by_at_most_the_readers():
     plan = script.scheduler.next_block()
     prefilled = [call.page_RI[call.group_R == 0] for call in plan.prefills]
     assert sum(map(len, prefilled)) == 3
-    none_N = np.zeros(len(plan.group_N), bool)
-    rows, _, row_N = script.scheduler.table(sizes(script.scheduler.cache), none_N)
+    sizes = decode_sizes(script.scheduler.cache, kernel=False)
+    rows, _, row_N = script.scheduler.table(sizes, np.zeros(len(plan.group_N), bool))
     mine = rows[row_N[plan.group_N == 0]]
     assert mine["reader"].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0]
     assert len(np.unique(mine["prompt_pages"], axis=0)) == 3

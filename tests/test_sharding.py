@@ -69,13 +69,11 @@ def sample(policy, params, prompts):
 
 @pytest.fixture(scope="module")
 def one_device_samples(params):
-    """Samples the reference on a mesh of one device."""
     return sample(build_policy(1, 1, 1), params, PROMPTS.items())[0]
 
 
 @pytest.fixture(scope="module", params=MESHES, ids=str)
 def policy(request):
-    """Samples on four devices."""
     return build_policy(*request.param)
 
 

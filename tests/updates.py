@@ -158,7 +158,6 @@ def gradient(params, batch, learning=LEARNING, *, start_weights=None):
 
 
 def padded(rows) -> np.ndarray:
-    """Pads rows of unequal length on the right with zeros."""
     return np.stack([np.pad(row, (0, max(map(len, rows)) - len(row))) for row in rows])
 
 
@@ -234,7 +233,6 @@ def plain(params, data, *, kl_coef=0.0, start=None, token_loss=plain_dapo):
 
 
 def flat(tree) -> np.ndarray:
-    """Puts all entries of a tree into one float64 vector."""
     return np.concatenate([np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(tree)])
 
 
