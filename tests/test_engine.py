@@ -188,7 +188,7 @@ def test_samples_that_change_shards_keep_every_bit(runs, monkeypatch):
         for slot in np.flatnonzero(block.cursor_B >= 0).tolist():
             request = int(block.cursor_B[slot]), int(block.sample_B[slot])
             where.setdefault(request, set()).add(slot // cache.slots)
-    assert sum(len(shards) > 1 for shards in where.values()) >= 4
+    assert sum(len(shards) > 1 for shards in where.values()) >= 2
     same_bits(responses, runs.alone)
 
 
