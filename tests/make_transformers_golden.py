@@ -65,6 +65,7 @@ def main(file: str, *folders: str) -> None:
     arrays = {}
     for folder in map(pathlib.Path, folders):
         config = AutoConfig.from_pretrained(folder)
+        config.name_or_path = ""  # no folder of this machine
         model = random_model(config, generator)
         arrays[f"{folder.name}/config"] = np.array(config.to_json_string(use_diff=False))
         for key, value in model.state_dict().items():
