@@ -249,13 +249,12 @@ def test_a_gradient_that_is_not_finite_changes_nothing(params, data, where):
         assert next_update(state, batch_of(data))[1]["bad"] == -1
 
 
-@pytest.mark.parametrize(("dtype", "largest_gap"), [("float32", 1e-5), ("bfloat16", 2e-2)])
-def test_the_first_mini_batchs_ratio_is_one(monkeypatch, tmp_path, dtype, largest_gap):
-    """In bfloat16 attention in pieces rounds at other points than attention at once."""
+def test_the_first_mini_batchs_ratio_is_one_in_bfloat16(monkeypatch, tmp_path):
+    """Attention in pieces rounds at other points than attention at once. Float32: test_experts."""
     monkeypatch.setattr(jax, "jit", jit)
     folder = directory("qwen2/tied", tmp_path)
-    *_, metrics = step(programs("qwen2", folder, model={"compute_dtype": dtype}))
-    assert metrics["ratio_gap"] < largest_gap
+    *_, metrics = step(programs("qwen2", folder, model={"compute_dtype": "bfloat16"}))
+    assert metrics["ratio_gap"] < 2e-2
     assert metrics["clip_fraction/high"] == metrics["clip_fraction/low"] == 0
 
 
