@@ -154,32 +154,28 @@ def sample_groups(engine, params, groups):
     return drain(session), session
 
 
-def same_bits(responses, expected, *, cut=False):
-    """Asserts equal tokens and log-probabilities, bit for bit; says by how much they differ.
-
-    cut: whether what is expected may go on behind a response.
-    """
+def same_bits(responses, expected):
+    """Asserts equal tokens and log-probabilities, bit for bit; says by how much they differ."""
     assert responses
     for request, response in responses.items():
         wanted = expected[request]
-        n = len(response.tokens_T) if cut else None
-        assert np.array_equal(response.tokens_T, wanted.tokens_T[:n]), request
-        gap_T = np.abs(response.behavior_logp_T - wanted.behavior_logp_T[:n])
+        assert np.array_equal(response.tokens_T, wanted.tokens_T), request
+        gap_T = np.abs(response.behavior_logp_T - wanted.behavior_logp_T)
         assert not gap_T.any(), f"log-probs of {request} differ by up to {gap_T.max()}"
 
 
 forward = quick.jit(lambda graph, params, ids: nnx.merge(graph, params)(ids), static_argnums=0)
 
 
-def teacher_forced(model, responses, *, prompts=PROMPTS):
+def teacher_forced(model, responses):
     """Computes logits [T, vocab_size] at every response's tokens in one forward pass."""
     tokens_RT = np.zeros((40, 60), np.int32)  # one program for all calls
     for row_T, ((cursor, _), response) in zip(tokens_RT, responses.items(), strict=False):
-        ids = np.append(prompts[cursor], response.tokens_T)
+        ids = np.append(PROMPTS[cursor], response.tokens_T)
         row_T[: len(ids)] = ids
     logits_RTV = np.asarray(forward(*model, tokens_RT))[..., : SAMPLING.vocab_size]
     return {
-        request: row_TV[len(prompts[request[0]]) - 1 :][: len(response.tokens_T)]
+        request: row_TV[len(PROMPTS[request[0]]) - 1 :][: len(response.tokens_T)]
         for (request, response), row_TV in zip(responses.items(), logits_RTV, strict=False)
     }
 
@@ -190,8 +186,6 @@ def chosen(logits_TV, tokens_T):
     logp_TV = logits_TV - np.logaddexp.reduce(logits_TV, axis=-1, keepdims=True)
     return np.take_along_axis(logp_TV, tokens_T[:, None], axis=-1)[:, 0]
 
-
-# Over a step's end.
 
 SPARE = dataclasses.replace(ROOMY, slots=9, pages=60, partial_rollouts=True)
 # Pages for a part of what the slots may hold: samples are preempted.
@@ -220,9 +214,6 @@ def interrupted(engine, params, *, blocks, later=None, keeps=False):
             prompt = Prompt(FEW[it.cursor])
             session.submit(it.cursor, prompt, group_size=5, partial=it, keeps=True)
     return responses | drain(session), partial
-
-
-# A step of what a config builds for a small model on a mesh: sampled, then trained on once.
 
 
 def programs(family: str, folder, *, lora_rank: int = 0, **changes):

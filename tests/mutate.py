@@ -25,7 +25,7 @@ MUTATIONS = r"""
 clip_bounds dapo_jax/algorithm.py algorithm losses
 - jnp.clip(ratio_RT, 1.0 - eps_low, 1.0 + eps_high)
 + jnp.clip(ratio_RT, 1.0 - eps_high, 1.0 + eps_low)
-dual_clip dapo_jax/algorithm.py algorithm
+dual_clip dapo_jax/algorithm.py algorithm losses
 - (advantage_RT < 0) & (bound_RT < loss_RT)
 + (advantage_RT < 0) & (bound_RT > loss_RT)
 ratio_upside_down dapo_jax/algorithm.py algorithm

@@ -59,10 +59,9 @@ def prompt_at(cursor: int) -> Prompt:
 class ScriptedSession:
     """A real Scheduler behind a Session's methods, with scripted lengths and a roomy cache.
 
-    It stands in for the sampler's `Session`. `calls` is all that was asked of it, in order; a step
-    also has what each slot sampled and which groups it finished. others: lengths of groups of
-    stream 1, which are there from the beginning; they have
-    the script's last cursors.
+    `calls` is all that was asked of it, in order; a step also has what each slot sampled and which
+    groups it finished. others: lengths of groups of stream 1, which are there from the beginning;
+    they have the script's last cursors.
     """
 
     def __init__(self, script: Script, *, slots: int, block_tokens: int, others=()):
@@ -142,7 +141,6 @@ class ScriptedSession:
         return Group(cursor, prompt_at(cursor), tuple(made), stream)
 
     def pause(self, stream: int) -> list[PartialGroup]:
-        """Gives what there is of each unfinished group."""
         taken, slots = [], self._scheduler.occupied
         for number in self._scheduler.unfinished:
             cursor, responses, unfinished_G = self._names[number][1], [], []
@@ -182,7 +180,6 @@ def scripted_grade(script: Script):
 
 
 def plan_of(script: Script, *, num_prompts, max_prompts, grade=None, **rules) -> StepPlan:
-    """Plans a step over a script."""
     return StepPlan(
         prompt_at,
         grade or scripted_grade(script),

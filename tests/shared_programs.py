@@ -25,7 +25,6 @@ KEYS = {
 
 
 def small_config(preset: str = "", **keys):
-    """Makes the config of these runs with other values of these keys."""
     return small(preset, **KEYS | keys)
 
 

@@ -35,7 +35,6 @@ def state_at(step: int, *, spec=EVERYWHERE, mesh=None) -> dict:
 
 
 def progress_at(step: int) -> dict:
-    """Makes a progress that depends on the step."""
     return {"cursor": 48 * step, "row": {"step": step - 1, "reward/mean": step / 7}}
 
 

@@ -1,7 +1,6 @@
 """dapo_jax.algorithm: hand-computed equations, gradients, invariances, reference vectors.
 
-To compile a program takes a second and to run it none: batches of all shapes are padded to one,
-for which the policy loss is compiled once a precision (`update`).
+Batches of all shapes are padded to one, for which the policy loss is compiled once (`update`).
 """
 
 import math
@@ -57,21 +56,10 @@ def update(logp_RT, behavior_logp_RT, advantage_RT, weight_RT, clip=CLIP):
     return jax.tree.map(lambda array: array[:R, :T] if np.ndim(array) else array, outputs)
 
 
-def inputs(case: golden.Case, dtype):
-    arrays = (case.logp_RT, case.behavior_logp_RT, case.advantage_RT)
-    return [array.astype(dtype) for array in arrays]
-
-
-# Rewards, advantages, dynamic sampling
-
-
 def test_rewards_are_the_tasks_score_or_plus_or_minus_one():
-    reward_PG = algorithm.correctness_reward(np.array([[True, False], [False, False]]))
-    assert reward_PG.dtype == np.float32
-    np.testing.assert_array_equal(reward_PG, [[1.0, -1.0], [-1.0, -1.0]])
     # Only a positive number is correct: neither -1 nor NaN is ever rewarded.
-    odd_PG = np.array([[1.0, 0.0, -1.0, np.nan]])
-    np.testing.assert_array_equal(algorithm.correctness_reward(odd_PG), [[1.0, -1.0, -1.0, -1.0]])
+    reward_PG = algorithm.correctness_reward(np.array([[1.0, 0.0, -1.0, np.nan]]))
+    np.testing.assert_array_equal(reward_PG, [[1.0, -1.0, -1.0, -1.0]])
     correct_PG = np.array([[True, False, True], [False, False, True]])
     score_PG = np.array([[np.nan, np.nan, 0.25], [0.0, -3.5, np.nan]])
     reward_PG = algorithm.outcome_reward(correct_PG, score_PG)
@@ -82,13 +70,11 @@ def test_rewards_are_the_tasks_score_or_plus_or_minus_one():
 @pytest.mark.parametrize(
     ("max_tokens", "cache_tokens", "factor", "penalties"),
     [
-        (20_480, 4_096, 1.0, {1: 0, 16_384: 0, 16_385: -1 / 4_096, 18_432: -0.5, 20_480: -1}),
-        (20_480, 4_096, 1.0, {30_000: -1}),
+        (20_480, 4_096, 1.0, {1: 0, 16_384: 0, 16_385: -1 / 4_096, 18_432: -0.5, 30_000: -1}),
         (16, 4, 0.5, {12: 0, 13: -0.125, 14: -0.25, 15: -0.375, 16: -0.5, 17: -0.5}),
-        (16, 4, 0.0, {12: 0, 14: 0, 17: 0}),
         (16, 0, 2.0, {1: 0, 16: 0, 17: -2, 40: -2}),
     ],
-    ids=["the paper's", "beyond the limit", "half", "off", "without a cache"],
+    ids=["the paper's", "half", "without a cache"],
 )
 def test_soft_overlong_penalty_by_hand(max_tokens, cache_tokens, factor, penalties):
     limits = {"max_tokens": max_tokens, "cache_tokens": cache_tokens, "factor": factor}
@@ -114,53 +100,20 @@ def test_advantages_by_hand(dtype, tolerance):
         np.testing.assert_allclose(actual, centred_PG / (std_P1 + 1e-6), rtol=tolerance)
 
 
-def test_informative_groups_are_mixed_and_the_first_are_taken_in_prompt_order():
-    correct_PG = np.array([[0, 0, 0], [1, 0, 0], [1, 1, 0], [1, 1, 1]])
-    for correct in (correct_PG, correct_PG.astype(bool), correct_PG.astype(np.float32)):
-        marked_P = algorithm.informative_groups(correct)
-        np.testing.assert_array_equal(marked_P, [False, True, True, False])
-    assert not algorithm.informative_groups(np.array([[1], [0]])).any()
+def test_the_first_mixed_groups_are_taken_in_prompt_order():
     correct_PG = np.array([[1, 1], [0, 1], [0, 0], [1, 0], [1, 0]])
+    assert algorithm.informative_groups(correct_PG).tolist() == [False, True, False, True, True]
+    assert not algorithm.informative_groups(np.array([[1], [0]])).any()
     assert algorithm.first_informative(correct_PG, num_prompts=2).tolist() == [1, 3]
     assert algorithm.first_informative(correct_PG, num_prompts=9).tolist() == [1, 3, 4]
     assert algorithm.first_informative(correct_PG[:1], num_prompts=2).tolist() == []
 
 
-# The policy loss
-
-NONE = {"eps_low": 0.0, "eps_high": 0.0}
-
-
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "changes", "loss", "slope"),
-    [
-        # A > 0: only a ratio above 1 + eps_high is held. All regions: test_losses.py.
-        (1.25, 2.0, {}, -2.5, -2.5),
-        (1000.0, 2.0, {}, -2.56, 0.0),
-        # A < 0: a ratio below 1 - eps_low is held, and one above the dual clip.
-        (9.0, -2.0, {}, 18.0, 18.0),
-        (11.0, -2.0, {}, 20.0, 0.0),
-        # A = 0: nothing, at any ratio.
-        (0.5, 0.0, {}, 0.0, 0.0),
-        (11.0, 0.0, {}, 0.0, 0.0),
-        # Clip-higher moves the upper bound alone.
-        (1.25, 2.0, {"eps_high": 0.2}, -2.4, 0.0),
-        (0.5, -2.0, {"eps_high": 0.2}, 1.6, 0.0),
-        # On policy every ratio is exactly 1, on both bounds of 0: the full gradient must pass.
-        (1.0, 1.0, NONE, -1.0, -1.0),
-        (1.0, -1.0, NONE, 1.0, 1.0),
-        (1.01, 1.0, NONE, -1.0, 0.0),
-        (0.99, -1.0, NONE, 1.0, 0.0),
-        # The dual clip out of reach: the ratio itself ends at e^20.
-        (math.e**30, -1.0, {"dual_clip": 1e9}, math.e**20, 0.0),
-    ],
-)
-def test_loss_and_gradient_at_the_ends(ratio, advantage, changes, loss, slope):
-    one = np.ones((1, 1), np.float32)
-    logp = np.float32(math.log(ratio) - 1.0)
-    actual, gradient_11, _ = update(logp * one, -one, advantage * one, one, CLIP | changes)
-    assert actual == pytest.approx(loss, rel=1e-5)
-    assert gradient_11[0, 0] == (0.0 if slope == 0.0 else pytest.approx(slope, rel=1e-5))
+def test_on_policy_the_full_gradient_passes_though_both_bounds_are_one():
+    advantage_RT, logp_RT = np.float32([[1.0, -1.0]]), np.full((1, 2), -1.0, np.float32)
+    clip = CLIP | {"eps_low": 0.0, "eps_high": 0.0}
+    _, gradient_RT, _ = update(logp_RT, logp_RT, advantage_RT, np.ones((1, 2)), clip)
+    np.testing.assert_array_equal(gradient_RT, -advantage_RT)
 
 
 @pytest.mark.parametrize("advantage", [3.0, -3.0, 0.0])
@@ -173,9 +126,6 @@ def test_extreme_log_ratios_stay_finite_without_gradient(advantage, dual_clip):
     loss, gradient_RT, _ = update(logp_RT, behavior_logp_RT, advantage_RT, weight_RT, clip)
     assert np.isfinite(loss)
     np.testing.assert_array_equal(gradient_RT, np.zeros_like(logp_RT))
-
-
-# The KL estimate
 
 
 @jit
@@ -202,9 +152,6 @@ def test_kl_k3_is_accurate_and_never_negative_near_zero():
     np.testing.assert_allclose(kl[middle], exact[middle], rtol=1e-3)
 
 
-# Aggregation
-
-
 def test_token_weights_by_hand():
     """Two of the prompts and three of the responses have tokens: no other changes a weight."""
     mask_PGT = np.array([[[1, 1, 1], [1, 0, 0]], [[1, 1, 0], [0, 0, 0]], [[0] * 3] * 2])
@@ -221,63 +168,72 @@ def test_token_weights_by_hand():
         assert not algorithm.token_weights(0 * mask_PGT, mode=mode, max_tokens=10).any()
 
 
-# The reference vectors
-
-
 @PRECISIONS
 def test_golden_losses_gradients_and_clip_fractions(shared, dtype, tolerance):
+    modes = {"token_mean": "token-mean", "sequence_mean": "seq-mean-token-mean"}
     with jax.enable_x64(dtype == np.float64):
-        for case in golden.policy_loss_cases(shared):
-            for mode, (expected_loss, expected_RT) in case.aggregated.items():
-                weight_RT = algorithm.token_weights(case.mask_RT, mode=mode)
-                loss, gradient_RT, found = update(*inputs(case, dtype), weight_RT, case.clip)
+        for name, stored in golden.cases(shared, "pl"):
+            given = [stored[f"in/{key}"].astype(dtype) for key in ("new", "old", "adv")]
+            clip = dict(zip(CLIP, stored["in/clip"].tolist(), strict=True))
+            mask_RT = stored["in/mask"]
+            for mode, theirs in modes.items():
+                weight_RT = algorithm.token_weights(mask_RT, mode=mode)
+                loss, gradient_RT, found = update(*given, weight_RT, clip)
                 assert found["loss"].dtype == dtype
-                assert_near(loss, expected_loss, tolerance, case.name)
-                assert_near(gradient_RT, expected_RT, tolerance, case.name)
-                assert_near(found["loss"], case.loss_RT, tolerance, case.name)
+                assert_near(loss, stored[f"{theirs}/loss64"], tolerance, name)
+                assert_near(gradient_RT, stored[f"{theirs}/grad64"], tolerance, name)
+                assert_near(found["loss"], stored["mat64"], tolerance, name)
             measured = {
-                "clip_fraction": found["high"] | found["low"],
-                "dual_clip_fraction": found["dual"],
-                "mean_log_ratio": found["log_ratio"],
+                "pg_clipfrac64": found["high"] | found["low"],
+                "pg_clipfrac_lower64": found["dual"],
+                "ppo_kl64": -found["log_ratio"],
             }
             # The reference divides these by the number of tokens + 1e-8.
-            num_tokens = case.mask_RT.sum(dtype=np.float64) + 1e-8
-            for name, value_RT in measured.items():
-                mean = np.sum(value_RT * case.mask_RT, dtype=np.float64) / num_tokens
-                assert_near(mean, getattr(case, name), tolerance, f"{case.name} {name}")
+            num_tokens = mask_RT.sum(dtype=np.float64) + 1e-8
+            for key, value_RT in measured.items():
+                mean = np.sum(value_RT * mask_RT, dtype=np.float64) / num_tokens
+                assert_near(mean, stored[key], tolerance, f"{name} {key}")
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_golden_group_advantages(shared, dtype):
-    for case in golden.advantage_cases(shared):
-        advantage_PG = algorithm.group_advantage(case.reward_PG.astype(dtype))
+    for name, stored in golden.cases(shared, "grpo/"):
+        groups = (len(np.unique(stored["in/group"])), -1)  # whose rows follow each other
+        first_token_R1 = stored["in/mask"].argmax(axis=1, keepdims=True)
+        expected_PG = np.take_along_axis(stored["adv"], first_token_R1, axis=1).reshape(groups)
+        reward_PG = stored["in/token_level_rewards"].sum(axis=1).reshape(groups)
+        advantage_PG = algorithm.group_advantage(reward_PG.astype(dtype))
         assert advantage_PG.dtype == dtype
-        if case.name == "grpo/zero_var_frac":
+        if name == "grpo/zero_var_frac":
             # Equal rewards of -1.3: the reference's float32 mean leaves 0.1 where Eq. 9 has 0.
-            assert case.advantage_PG.max() > 0.1
+            assert expected_PG.max() > 0.1
             assert not advantage_PG.any()
         else:
-            assert_near(advantage_PG, case.advantage_PG, 1e-5, case.name)
+            assert_near(advantage_PG, expected_PG, 1e-5, name)
 
 
 def test_golden_overlong_rewards(shared):
-    for case in golden.overlong_cases(shared):
-        penalty_R = algorithm.soft_overlong_penalty(case.length_R, **case.limits)
-        assert_near(penalty_R, case.penalty_R, 1e-10, case.name)
-        unscored_R = np.full(case.correct_R.shape, np.nan)
-        reward_R = algorithm.shaped_reward(case.correct_R, unscored_R, case.length_R, **case.limits)
-        assert_near(reward_R, case.reward_R, 1e-10, case.name)
+    for name, stored in golden.cases(shared, "overlong/"):
+        names = ("max_tokens", "cache_tokens", "factor")
+        limits = dict(zip(names, stored["in/cfg"].tolist(), strict=True))
+        length_R, correct_R = stored["in/length"], stored["in/score"] > 0
+        penalty_R = algorithm.soft_overlong_penalty(length_R, **limits)
+        assert_near(penalty_R, stored["penalty"], 1e-10, name)
+        unscored_R = np.full(correct_R.shape, np.nan)
+        reward_R = algorithm.shaped_reward(correct_R, unscored_R, length_R, **limits)
+        assert_near(reward_R, stored["reward"], 1e-10, name)
 
 
 def test_golden_dynamic_sampling_on_the_shaped_score_keeps_all_wrong_groups_too(shared):
     """As algo.filter_groups = "reward" does; by correctness the case is in test_rollout.py."""
-    (case,) = (c for c in golden.dynamic_sampling_cases(shared) if c.filtered_by == "score")
+    (row,) = (row for row in golden.dynamic_sampling(shared) if row["metric"] == "score")
+    batches = row["gen_batches"][: row["num_gen_batches"]]
     correct_PG, reward_PG = (
-        np.concatenate(a[: case.generation_batches]) for a in (case.correct_NPG, case.reward_NPG)
+        np.concatenate([batch[key] for batch in batches]) for key in ("acc", "reward")
     )
-    reference = np.unique(np.array(case.kept_responses) // correct_PG.shape[1])
+    reference = np.unique(np.array(row["kept_trajectories"]) // correct_PG.shape[1])
     marked_PG = algorithm.above_lowest(reward_PG)
-    ours = algorithm.first_informative(marked_PG, num_prompts=case.num_prompts)
+    ours = algorithm.first_informative(marked_PG, num_prompts=row["train_batch_size"])
     np.testing.assert_array_equal(ours, reference)
     # Among them are groups that nobody solved, which Eq. 11 leaves out.
     dropped = reference[~algorithm.informative_groups(correct_PG)[reference]]

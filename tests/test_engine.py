@@ -1,9 +1,8 @@
 """Session and engine sample what they document, and nothing else changes a bit of it."""
 
-import contextlib
 import dataclasses
 import itertools
-from typing import Any
+import types
 
 import jax
 import numpy as np
@@ -33,7 +32,6 @@ from quick import jit, random_params
 
 from dapo_jax.sampler import cache as cache_module
 from dapo_jax.sampler import plan
-from dapo_jax.sampler.engine import Engine
 from dapo_jax.sampler.sampling import request_keys, uniform_at
 from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.types import Prompt
@@ -60,9 +58,6 @@ def sampled(roomy):
     return sample_prompts(*roomy)[0]
 
 
-# What is sampled.
-
-
 def test_behavior_logp_equals_teacher_forcing_around_page_boundaries(small, sampled):
     """Prompts have 1, C, C + 1, C + 2 and the most tokens; responses one to three pages."""
     assert len(sampled) == len(PROMPTS) * GROUP_SIZE
@@ -75,10 +70,7 @@ def test_behavior_logp_equals_teacher_forcing_around_page_boundaries(small, samp
 
 
 def test_tokens_are_the_documented_function_of_seed_cursor_sample_and_position(small, sampled):
-    """Every token is the inverse CDF, in float64, of the teacher-forced distribution.
-
-    Only a uniform number within float32 rounding of a boundary could give a neighbouring token.
-    """
+    """Every token is the inverse CDF, in float64, of the teacher-forced distribution."""
     logits, uniform = teacher_forced(small, sampled), jit(uniform_at)
     key_R = jit(request_keys)(RUN_KEY, *np.array(list(sampled)).T)
     uniform_RT = np.stack([uniform(key_R, np.full(len(key_R), t)) for t in range(20)], axis=1)
@@ -106,10 +98,7 @@ def test_the_stop_token_counts_and_ends_the_response(sampled):
 
 
 def test_each_stream_is_sampled_as_it_says_beside_the_other(small, roomy, sampled):
-    """Temperature, then top-k, then top-p; log-probs are renormalised over what is left.
-
-    The other's tokens are those of it alone; its logits are scaled in another loop.
-    """
+    """Temperature, then top-k, then top-p; log-probs are renormalised over what is left."""
     sampling = dataclasses.replace(SAMPLING, temperature=1.5, top_p=0.8, top_k=20)
     session = Session(*roomy, Stream(RUN_KEY, SAMPLING), Stream(RUN_KEY, sampling))
     for (cursor, prompt), stream in itertools.product(PROMPTS.items(), (0, 1)):
@@ -138,58 +127,34 @@ def test_each_stream_is_sampled_as_it_says_beside_the_other(small, roomy, sample
     assert np.mean(left_out) > 0.5
 
 
-# A request is (seed, cursor, sample): nothing else changes a bit of what it gives.
-
-
-@contextlib.contextmanager
-def compilations():
-    """Lists how long each compilation by XLA took, in seconds."""
-    seconds = []
-
-    def listen(name, duration, **_):
-        if name == "/jax/core/compile/backend_compile_duration":
-            seconds.append(duration)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield seconds
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
-
-
-@dataclasses.dataclass(frozen=True)
-class Runs:
-    """GROUPS were sampled each in a session of its own, then all in one: {request: response}.
-
-    compiled: compilations in making the programs, and later.
-    """
-
-    engine: Engine
-    params: Any
-    alone: dict
-    together: dict
-    session: Session
-    compiled: tuple[int, int]
-
-
 @pytest.fixture(scope="module")
 def runs():
-    """The cache holds half of what its slots may need; half of the programs of training."""
-    how = {"parts": cache_module.PARTS[1::2], **AS_TRAINED}
+    """GROUPS were sampled each in a session of its own, then all in one: {request: response}.
+
+    The cache holds half of what its slots may need. compiled: the seconds of each compilation in
+    making the programs, and later.
+    """
+    how = {"parts": ((1 / 2, 1 / 4), (1, 1)), **AS_TRAINED}
     engine, params = build(WIDE, TIGHT, random_params(WIDE)[1], **how)
-    with compilations() as first:
-        engine.compile(TO_THE_LIMIT)
-    alone = {}
-    with compilations() as later:
-        for group in GROUPS:
-            alone |= sample_groups(engine, params, [group])[0]
-        together, session = sample_groups(engine, params, GROUPS)
-    return Runs(engine, params, alone, together, session, (len(first), len(later)))
+    compiled, alone = ([], []), {}
+
+    def listen(name, seconds, **_):
+        if name == "/jax/core/compile/backend_compile_duration":
+            compiled[bool(engine._programs)].append(seconds)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    engine.compile(TO_THE_LIMIT)
+    for group in GROUPS:
+        alone |= sample_groups(engine, params, [group])[0]
+    together, session = sample_groups(engine, params, GROUPS)
+    jax.monitoring.unregister_event_duration_listener(listen)
+    names = {"engine": engine, "params": params, "session": session, "compiled": compiled}
+    return types.SimpleNamespace(**names, alone=alone, together=together)
 
 
 def test_programs_of_other_sizes_change_no_bit():
-    """XLA's products of 32 and of 128 rows have other bits, and so had a request's log-probs."""
-    config = Qwen2Config(512, 64, 192, 2, 4, 2, 16, True)
+    """XLA's products of 32 and of 128 rows have other bits."""
+    config = Qwen2Config(512, 64, 192, 1, 4, 2, 16, True)
     sizes = {"slots": 128, "pages": 400, "prompt_pages": 40, "readers": 8, "block_tokens": 8}
     sizes |= {"max_response_tokens": 48, "rows": cache_module.XLA_ROWS}
     cache, parts = dataclasses.replace(ROOMY, **sizes), ((1 / 4, 1), (1, 1))
@@ -208,25 +173,23 @@ def test_neighbours_full_slots_and_restarts_change_no_bit_and_compile_nothing(ru
     same_bits(runs.together, runs.alone)
     programs = runs.engine._programs
     assert {name for name, *_ in programs} == {"prefill", "decode"}
-    assert runs.compiled == (len(programs) + 1, 0)  # and one that makes the pages
+    assert [*map(len, runs.compiled)] == [len(programs) + 1, 0]  # one makes the pages
 
 
 @pytest.mark.slow
 def test_samples_that_change_shards_keep_every_bit(runs, monkeypatch):
-    """Every other group ends soon, so shards run out of work and take samples of others."""
+    """Shards that run out of work take samples of others, with their pages and their prompts'."""
     monkeypatch.setattr(plan, "BALANCE_SLACK", -1.0)
     cache = dataclasses.replace(TIGHT, slots=6, pages=40)
     engine, params = build(WIDE, cache, random_params(WIDE)[1], shards=4, **AS_TRAINED)
-    limits = [tuple(min(n, 48 if i % 2 else 3) for n in g.max_tokens) for i, g in enumerate(GROUPS)]
-    groups = [dataclasses.replace(g, max_tokens=n) for g, n in zip(GROUPS, limits, strict=True)]
-    responses, session = sample_groups(engine, params, groups)
+    responses, session = sample_groups(engine, params, GROUPS)
     where = {}
     for block in session.blocks:
         for slot in np.flatnonzero(block.cursor_B >= 0).tolist():
             request = int(block.cursor_B[slot]), int(block.sample_B[slot])
             where.setdefault(request, set()).add(slot // cache.slots)
-    assert sum(len(shards) > 1 for shards in where.values()) >= 4
-    same_bits(responses, runs.alone, cut=True)
+    assert sum(len(shards) > 1 for shards in where.values()) >= 2
+    same_bits(responses, runs.alone)
 
 
 def test_whatever_is_submitted_and_cancelled_no_bit_changes(runs):
@@ -246,20 +209,3 @@ def test_whatever_is_submitted_and_cancelled_no_bit_changes(runs):
     assert len(lost) > 2
     assert session.idle_slots == TIGHT.slots
     same_bits(finished, runs.alone)
-
-
-# What is refused.
-
-
-@pytest.mark.parametrize("length", [0, 19])
-def test_an_impossible_prompt_is_named(roomy, length):
-    session = Session(*roomy, Stream(RUN_KEY, SAMPLING))
-    message = f"cursor 8 has {length} tokens.*at least 1.*rollout.max_prompt_tokens = 18"
-    with pytest.raises(ValueError, match=message):
-        session.submit(8, Prompt(np.ones(length, np.int32)), group_size=1)
-    assert session.unfinished == []
-
-
-def test_pages_that_do_not_divide_into_blocks_are_refused(small):
-    with pytest.raises(ValueError, match=r"page_tokens = 8 .* rollout.block_tokens = 3"):
-        build(SMALL, dataclasses.replace(ROOMY, block_tokens=3), small[1])

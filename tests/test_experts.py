@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-import json
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +26,7 @@ from engines import (
 from flax import nnx
 from golden import directory
 from quick import jit, random_params
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from dapo_jax import learner
 from dapo_jax.convert import convert
@@ -88,7 +87,7 @@ def test_outputs_and_gradients_equal_the_definition(norm_topk):
     for name in ("router_DX", "gate_EDY", "up_EDY", "down_EYD"):
         getattr(layer, name)[...] = 10 * getattr(layer, name)[...]
     h_BTD = jax.random.normal(jax.random.key(1), (2, 2, 32))
-    _, chosen_BTA = feed_forward(layer, h_BTD)
+    _, chosen_BTA = jit(lambda: feed_forward(layer, h_BTD))()
     top_BTA = jax.lax.top_k(h_BTD @ layer.router_DX[...], 2)[1]
     np.testing.assert_array_equal(chosen_BTA, top_BTA)
     given_BTA = (chosen_BTA + 1) % 6
@@ -116,7 +115,7 @@ def test_the_router_is_float32_where_tokens_are_bfloat16():
     """Rounded as the tokens are, its probabilities tie, and others are chosen."""
     layer = Qwen3MoeLayer(SMALL, key=jax.random.key(0))
     h_BTD = jax.random.normal(jax.random.key(1), (1, 2_000, 32), jnp.bfloat16)
-    chosen_BTA = feed_forward(layer, h_BTD)[1]
+    _, chosen_BTA = jit(lambda: feed_forward(layer, h_BTD))()
     logits_BTX = h_BTD.astype(jnp.float32) @ layer.router_DX[...]
     np.testing.assert_array_equal(chosen_BTA, jax.lax.top_k(logits_BTX, 2)[1])
 
@@ -146,16 +145,9 @@ def test_files_of_both_layouts_hold_the_same_model(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, whole, split)
 
 
-def test_a_stack_of_another_shape_or_type_is_refused(tmp_path):
+def test_a_stack_of_more_experts_than_the_config_has_is_refused(tmp_path):
     folder = directory(GOLDEN, tmp_path)
-    tensors, name = load_file(folder / "model.safetensors"), "model.layers.1.mlp.experts.down_proj"
-    save_file(tensors | {name: tensors[name].astype(np.int8)}, folder / "model.safetensors")
-    with pytest.raises(ValueError, match=r"wrong dtype: .*1.mlp.experts.0.down_proj.weight is I8"):
-        load_params(folder, load_config(folder), dtype="float32")
-    save_file(tensors, folder / "model.safetensors")
-    raw = json.loads((folder / "config.json").read_text()) | {"num_local_experts": 5}
-    (folder / "config.json").write_text(json.dumps(raw))
-    config = load_config(folder)
+    config = dataclasses.replace(load_config(folder), num_experts=5)
     with pytest.raises(ValueError, match=r"missing: .*mlp.experts.0.gate_proj"):
         load_params(folder, config, dtype="float32")
 
@@ -165,17 +157,14 @@ def test_neighbours_change_no_bit_and_no_route():
     params = jax.tree.map(lambda a: a.astype("bfloat16"), random_params(WIDE)[1])
     how = {"parts": ((1 / 2, 1), (1, 1)), "decode_options": KERNELS["cpu"].decode_options}
     engine, params = build(WIDE, TIGHT, params, **how)
-    together, _ = sample_groups(engine, params, GROUPS)
-    for group in GROUPS[:6]:
+    together, _ = sample_groups(engine, params, GROUPS[:9])
+    for group in GROUPS[:3]:
         alone, _ = sample_groups(engine, params, [group])
         same_bits(alone, {request: together[request] for request in alone})
         for request, response in alone.items():
             np.testing.assert_array_equal(response.route_TLA, together[request].route_TLA)
             of_prompt = len(group.prompt) - 1
             assert response.route_TLA.shape == (of_prompt + len(response.tokens_T), 2, 2)
-
-
-# Routes that are recorded.
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +175,8 @@ def small():
 def chosen_by(model, prompt, response):
     """The experts that a model chooses for a prompt and its response, [T, L, A]."""
     tokens_T = np.append(prompt, response.tokens_T)[:-1]
-    return np.asarray(chosen(*model, tokens_T[None]))[:, 0].swapaxes(0, 1)
+    padded_BT = np.pad(tokens_T, (0, 40 - len(tokens_T)))[None]  # one program for all
+    return np.asarray(chosen(*model, padded_BT))[:, 0].swapaxes(0, 1)[: len(tokens_T)]
 
 
 @jit(static_argnums=0)
@@ -197,11 +187,10 @@ def chosen(graph, params, tokens_BT):
     return model.hidden(tokens_BT, position_BT, lambda q, k, v: attention(q, k, v, mask_BTS))[1]
 
 
-@pytest.mark.parametrize(("cache", "shards"), [(SPARE, 1), (SCARCE, 2)], ids=["spare", "scarce"])
-def test_routes_are_those_that_the_sampler_took(small, cache, shards, monkeypatch):
+def test_routes_are_those_that_the_sampler_took(small, monkeypatch):
     """Prompts' too; samples are preempted, recomputed and moved, and go on over a step's end."""
     monkeypatch.setattr(plan, "BALANCE_SLACK", -1.0)  # shards take samples of others
-    engine, sampled = build(SMALL, cache, small[1], shards=shards)
+    engine, sampled = build(SMALL, SCARCE, small[1], shards=2)
     uninterrupted, _ = sample_prompts(engine, sampled, **OF_FEW)
     expected = {
         (cursor, i): chosen_by(small, FEW[cursor], response)
@@ -235,25 +224,28 @@ def test_an_earlier_policys_tokens_keep_their_routes(small, keeps):
     assert kept > 3
 
 
-# Routes that are replayed.
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return directory(GOLDEN, tmp_path_factory.mktemp("golden"))
 
 
-def updates(folder, *changes, mesh=(1, 2), **algo):
-    """[params before, (params, metrics) of an update on a sampled step, of each changed batch]."""
+def updates(folder, *, rotates=False, mesh=(1, 2), **algo):
+    """[params before, (params, metrics) of an update on a sampled step].
+
+    rotates: whether there is another, whose every third entry goes to the experts one further, in
+    the last layer alone.
+    """
     mesh = {"data": mesh[0], "model": mesh[1]}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "jit", jit)
         built = programs("qwen3_moe", folder, mesh=mesh, algo=algo)
         before, groups, state, metrics = step(built)
         found = [(state, metrics)]
-        advantage_PG = np.tile(np.float32([1, -1, 1, -1]), (len(groups), 1))
-        for change in changes:
-            batch = change(learner.make_batch(groups, advantage_PG, built.learning))
+        if rotates:
+            advantage_PG = np.tile(np.float32([1, -1, 1, -1]), (len(groups), 1))
+            batch = learner.make_batch(groups, advantage_PG, built.learning)
+            route_BTA = batch.route_BTLA[..., ::3, -1, :]
+            route_BTA[:] = (route_BTA + 1) % 6
             batch = hosts.place(batch, learner.batch_shardings(built.mesh, routes=(2, 3)))
             start = built.load_start_weights()
             if algo.get("old_logprobs") == "learner":
@@ -264,26 +256,10 @@ def updates(folder, *changes, mesh=(1, 2), **algo):
     return [before, *on_host]
 
 
-def rotated(batch):
-    """Every third entry goes to the experts one further, in the last layer alone."""
-    batch.route_BTLA[..., ::3, -1, :] = (batch.route_BTLA[..., ::3, -1, :] + 1) % 6
-    return batch
-
-
-def reordered(batch):
-    """Every token goes to the same experts, named in another order."""
-    batch.route_BTLA[:] = batch.route_BTLA[..., ::-1].copy()
-    return batch
-
-
 def test_the_learner_takes_the_samplers_experts_and_counts_other_choices(folder):
-    """In float32 it chooses the same: one update either way, bit by bit.
-
-    The passes of the reference policy and of old log-probabilities go the same ways: at the start
-    there is no KL, and the loss is that of ratios of 1.
-    """
+    """In float32 it chooses the same; the passes of other policies go the same ways."""
     how = {"kl_coef": 0.1, "old_logprobs": "learner"}
-    before, (replayed, metrics), (_, seen), (_, same) = updates(folder, rotated, reordered, **how)
+    before, (replayed, metrics), (_, seen) = updates(folder, rotates=True, **how)
     assert metrics["routes/differ"] == 0
     assert metrics["ratio_gap"] <= 1e-5
     moved = jax.tree.map(lambda a, b: (a != b).any(), before, replayed)
@@ -292,11 +268,9 @@ def test_the_learner_takes_the_samplers_experts_and_counts_other_choices(folder)
     assert seen["ratio_gap"] > 1e-2
     assert seen["kl"] < 1e-9
     assert seen["loss"] == pytest.approx(metrics["loss"], abs=1e-6)
-    assert same["routes/differ"] == 0
-    assert same["ratio_gap"] <= 1e-5
 
     how = {"kl_coef": 0.1, "replay_routes": False}
-    _, (chosen, other), (ignored, unseen) = updates(folder, rotated, **how)
+    _, (chosen, other), (ignored, unseen) = updates(folder, rotates=True, **how)
     assert other == metrics
     assert unseen == metrics | {"routes/differ": seen["routes/differ"]}
     for params in (chosen, ignored):
@@ -313,14 +287,7 @@ def test_an_update_of_experts_over_devices_equals_one_devices(folder):
         assert other["grad_norm"] == pytest.approx(metrics["grad_norm"], rel=1e-5)
 
 
-# Settings.
-
-
-def test_lora_leaves_experts_and_router_alone(folder):
+def test_lora_of_experts_is_refused(folder):
     message = r"lora_targets has gate, up, down, which model_type .qwen3_moe. .* q, k, v, o"
     with pytest.raises(ValueError, match=message):
         programs("qwen3_moe", folder, lora_rank=2)
-    lora = {"lora_rank": 2, "lora_targets": ("q", "k", "v", "o")}
-    built = programs("qwen3_moe", folder, learner=lora)
-    names = {name.partition("_")[0] for name in built.state.params["layers"]}
-    assert names == set("qkvo")

@@ -16,8 +16,8 @@ OPEN += ("rollout.cache_mib",)
 MODEL = tiny.get_config().model.path
 
 
-def left_open(config, *keys):
-    config.update_from_flattened_dict(dict.fromkeys(keys or OPEN, 0))
+def left_open(config):
+    config.update_from_flattened_dict(dict.fromkeys(OPEN, 0))
     config.mesh.cpu_devices = 0
     checks.check(config)
     return config
@@ -33,7 +33,6 @@ def slots(config):
 
 
 def test_a_directory_and_data_are_enough_to_train(tmp_path):
-    """The user's model and data took six corrections: template, positions, cache, sets, sizes."""
     config = any_model.get_config()
     config.model.path = MODEL
     config.data.train = base.dataset(kind="arithmetic", count=100)
@@ -46,10 +45,6 @@ def test_a_directory_and_data_are_enough_to_train(tmp_path):
     assert (r.generation_prompts, config.algo.overlong_cache_tokens) == (100, 819)
     assert all(f"{key} = {of[key]!r}" in run.chosen[0] for key in (*OPEN, "tokenizer.chat"))
     assert not run.data.eval_sets
-    (tmp_path / "config.json").write_text(config.to_json_best_effort())
-    again = any_model.get_config()
-    again.model.path, again.data.train = config.model.path, config.data.train
-    fingerprint.require_same_config(again, tmp_path)  # what is open is what the run has chosen
 
 
 def test_a_plan_keeps_arguments_as_they_are_and_neither_it_nor_the_wish_changes(tmp_path):
@@ -64,7 +59,7 @@ def test_a_plan_keeps_arguments_as_they_are_and_neither_it_nor_the_wish_changes(
         with pytest.raises(AttributeError, match="not changed"):
             section.update(eps_low=0.1)
     (tmp_path / "config.json").write_text(run.config.to_json_best_effort())
-    fingerprint.require_same_config(wish, tmp_path)
+    fingerprint.require_same_config(wish, tmp_path)  # what is open is what the run has chosen
     assert dict(base.leaves(wish)) == before
 
 
@@ -87,23 +82,12 @@ def test_rows_hold_the_longest_sequence_and_an_update_has_two_micro_batches_or_m
     assert values(config) == chosen  # what is set stays
 
 
-def test_the_cache_has_a_slot_for_every_request_of_the_first_generation_batch():
-    config = left_open(tiny.get_config(), "rollout.cache_mib", "rollout.slot_tokens")
-    auto_sizes.fit_training(config)
-    r = config.rollout
-    wanted = r.generation_prompts * r.group_size / 4
-    assert wanted <= slots(config) < 1.5 * wanted
-    r.slot_tokens, r.cache_mib = r.max_response_tokens, 0
-    auto_sizes.fit_training(config)
-    assert r.slot_tokens == r.max_response_tokens
-
-
 @pytest.mark.parametrize(
     ("preset", "lora_rank", "device_gib"),
-    [("0.5b", 0, 17), ("1.5b", 0, 34), ("3b", 0, 68), ("7b", 32, 34)],
+    [("0.5b", 0, 17), ("7b", 32, 34)],
 )
 def test_the_config_for_one_gpu_leaves_room_for_the_training_state(preset, lora_rank, device_gib):
-    """Three quarters of 24, 48, 80 and 48 GB, or more where the config says so."""
+    """Three quarters of 24 and of 48 GB."""
     config = one_gpu.get_config()
     config.model.path, config.model.preset, config.learner.lora_rank = "", preset, lora_rank
     one, gib = jax.devices()[:1], 2**30
@@ -117,7 +101,6 @@ def test_the_config_for_one_gpu_leaves_room_for_the_training_state(preset, lora_
 
 
 def fitted(prompt_tokens, requests, **changes):
-    """The config of a model alone."""
     config = any_model.get_config()
     config.model.path = MODEL
     config.update_from_flattened_dict(changes)
@@ -144,14 +127,12 @@ def test_a_model_alone_gets_its_lengths_and_cache(monkeypatch):
     monkeypatch.setattr(auto_sizes, "HOST_SHARE", share)
     assert 1 <= slots(fitted(100, 200, **few)) < 50
     monkeypatch.setattr(auto_sizes, "_device_bytes", lambda: 3 * 2**20)  # 2 MiB are weights
-    with pytest.raises(
-        ValueError, match=r"of 20,480 \(.*--max_tokens\) does not fit .*mesh\.model"
-    ):
+    message = r"of 20,480 \(.*--max_tokens\) does not fit .*mesh\.model"
+    with pytest.raises(ValueError, match=message):
         fitted(100, 1)
 
 
 def test_preflight_plans_what_training_would_though_it_reads_no_data():
-    """It planned a response of 0 tokens behind a prompt of all positions, and refused that."""
     config, devices = any_model.get_config(), jax.devices()
     config.model.path = MODEL
     run = examine.planned(config, devices, 2**34)

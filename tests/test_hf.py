@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import quick
-from processes import ran
 from safetensors.numpy import load_file, save_file
 
 from dapo_jax.convert import convert
@@ -19,7 +18,7 @@ from models.hf_config import load_config
 from models.parameters import param_axes
 from models.qwen2 import Qwen2Config
 from models.rope import Llama3Scaling, YarnScaling
-from models.transformer import abstract_params, split
+from models.transformer import split
 from sharding import rules
 from sharding.mesh import make_mesh
 
@@ -63,10 +62,8 @@ def edit_weights(folder, edit):
     save_file(tensors, file)
 
 
-@pytest.fixture
-def bytes_read(monkeypatch):
-    """The bytes of every piece, filled as tensors are read."""
-    read, pieces = [], hf._pieces
+def test_parameters_load_in_pieces_onto_a_mesh_and_leave_it(tmp_path, monkeypatch):
+    config, read, pieces = UNTIED, [], hf._pieces
 
     def counted(tensor, *rows):
         for first, piece in pieces(tensor, *rows):
@@ -74,37 +71,15 @@ def bytes_read(monkeypatch):
             yield first, piece
 
     monkeypatch.setattr(hf, "_pieces", counted)
-    return read
-
-
-def mesh_shardings(config):
-    """The learner's shardings on four devices: two parts on each of the two axes."""
-    mesh = make_mesh(data=2, model=2, devices=jax.devices()[:4])
-    _, params = abstract_params(config)
-    return rules.param_shardings(mesh, param_axes(params), params, rules.LEARNER)
-
-
-@pytest.mark.parametrize(("config", "max_shard_bytes"), [(TIED, 10**9), (UNTIED, SHARD_BYTES)])
-def test_float32_round_trip_is_bitwise(tmp_path, config, max_shard_bytes):
-    params = random_params(config)
-    save_hf(params, config, tmp_path, max_shard_bytes=max_shard_bytes)
-    assert load_config(tmp_path) == config
-    assert_same(split(load_hf(tmp_path))[1], params)
-    shards = list(tmp_path.glob("*.safetensors"))
-    assert (len(shards) == 1) == (max_shard_bytes == 10**9)
-    assert all("lm_head.weight" not in load_file(s) for s in shards) == config.tie_embeddings
-
-
-def test_parameters_load_in_pieces_onto_a_mesh_and_leave_it(tmp_path, monkeypatch, bytes_read):
-    config = UNTIED
     monkeypatch.setattr(hf, "PIECE_VALUES", 100)  # a few rows of a tensor, down to one
-    params, shardings = random_params(config), mesh_shardings(config)
+    params, mesh = random_params(config), make_mesh(data=2, model=2)
+    shardings = rules.param_shardings(mesh, param_axes(params), params, rules.LEARNER)
     save_hf(params, config, tmp_path / "a", max_shard_bytes=SHARD_BYTES)
     loaded = load_params(tmp_path / "a", config, dtype="float32", shardings=shardings)
     assert_same(loaded, params)
     assert jax.tree.map(lambda leaf: leaf.sharding, loaded) == shardings
     # Four devices want other columns of the same rows, or the same rows: they are read once.
-    assert sum(bytes_read) == sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    assert sum(read) == sum(leaf.nbytes for leaf in jax.tree.leaves(params))
 
     save_hf(loaded, config, tmp_path / "b", max_shard_bytes=SHARD_BYTES)
     for file in (tmp_path / "a").iterdir():
@@ -127,7 +102,6 @@ def test_a_missing_key_is_what_transformers_computes_with(tmp_path, family, head
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"rope_scaling": {}}, {}),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 10000, "factor": 1.0}}, {}),
         ({"partial_rotary_factor": 1.0, "num_experts": None, "attention_bias": True}, {}),
         ({"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 1}, {}),
@@ -137,10 +111,6 @@ def test_a_missing_key_is_what_transformers_computes_with(tmp_path, family, head
         ({"rope_scaling": YARN}, OF_YARN),
         ({"rope_parameters": YARN | {"rope_theta": 1e4}}, OF_YARN),
         ({"rope_parameters": YARN, "rope_scaling": YARN}, OF_YARN),
-        (
-            {"rope_scaling": YARN | {"attention_factor": 1.0, "beta_fast": 16}},
-            {"rope_scaling": YarnScaling(4.0, 32_768, beta_fast=16, attention_factor=1.0)},
-        ),
         ({"rope_scaling": LLAMA3}, {"rope_scaling": Llama3Scaling(8.0, 1.0, 4.0, 8_192)}),
     ],
 )
@@ -154,23 +124,17 @@ def test_configs_of_older_and_newer_transformers_are_read(folder, changes, expec
     [
         ({"model_type": "gpt2"}, "model_type is 'gpt2'"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"use_sliding_window": True}, "use_sliding_window is True"),
         ({"layer_types": ["sliding_attention"] * 3}, "layer_types is "),
         ({"quantization_config": {"bits": 4}}, "quantization_config is "),
-        ({"partial_rotary_factor": 0.25}, "partial_rotary_factor is 0.25"),
-        ({"mlp_bias": True}, "mlp_bias is True"),
         ({"auto_map": {"AutoModelForCausalLM": "x.Model"}}, "auto_map is "),
         ({"architectures": ["Qwen2ForTokenClassification"]}, "architectures is "),
-        ({"hidden_size": "ABSENT"}, "hidden_size is None"),
         ({"hidden_size": 30, "head_dim": "ABSENT"}, "hidden_size is 30, but must be a multiple"),
         ({"num_attention_heads": 5}, "num_attention_heads is 5"),
         ({"head_dim": 7}, "head_dim is 7"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
-        ({"rope_theta": 0}, "rope_theta is 0"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn needs original_max_position"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "(no scaling), 'llama3', 'yarn'"),
         ({"rope_scaling": YARN | {"mscale": 0.7}}, "mscale is not computed"),
-        ({"rope_scaling": YARN | {"type": "llama3"}}, "rope_scaling is "),
         ({"rope_scaling": YARN | {"factor": float("nan")}}, "factor must be a positive number"),
         ({"rope_scaling": YARN, "rope_parameters": YARN | {"factor": 2.0}}, "must say the same as"),
         (
@@ -178,16 +142,10 @@ def test_configs_of_older_and_newer_transformers_are_read(folder, changes, expec
             "original_max_position_embeddings is 4096, but 32768 beside the rope_type",
         ),
         ({"rope_scaling": {"factor": 4.0}}, "rope_scaling is {'factor': 4.0}"),
-        ({"rope_scaling": {"rope_type": "default", "type": "yarn"}}, "rope_scaling is "),
         ({"rope_parameters": {"rope_theta": 5e5}}, "rope_theta is [10000.0, 500000.0]"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters is "),
     ],
 )
 def test_a_config_that_the_model_does_not_compute_is_refused_in_one_line(folder, changes, named):
-    """A rope_scaling without a type was read as plain RoPE, and trained at wrong angles.
-
-    So was any beside a rope_parameters. Of two values of rope_theta one won in silence.
-    """
     edit_config(folder, **changes)
     with pytest.raises(ValueError, match=rf"^{folder}/config.json: .*{re.escape(named)}") as error:
         load_config(folder)
@@ -207,19 +165,16 @@ def test_missing_unexpected_misshaped_and_wrong_tensors_are_all_named(folder):
     with pytest.raises(ValueError, match="5 tensors do not fit") as error:
         load_hf(folder)
     for said in (
-        f"{folder}",
-        "missing: model.norm.weight (24,)",
         "missing: model.layers.2.self_attn.k_proj.bias (16,)",
         "unexpected: model.layers.3.mlp.up_proj.weight (2, 2)",
         "mis-shaped: lm_head.weight is (63, 24)",
-        "must be (64, 24)",
         "wrong dtype: model.embed_tokens.weight is I8",
     ):
         assert said in str(error.value)
 
 
 def test_buffers_of_older_checkpoints_are_ignored_and_other_tensors_not(tmp_path):
-    """Llama 2's files have the rotary angles, which were "unexpected", GPT-2's layout masks."""
+    """Llama 2's files have the rotary angles, GPT-2's layout has masks."""
     params = random_params(UNTIED)
     save_hf(params, UNTIED, tmp_path, max_shard_bytes=SHARD_BYTES)
     file, layer = min(tmp_path.glob("*.safetensors")), "model.layers.0.self_attn"
@@ -247,27 +202,18 @@ def test_tied_head_may_be_stored_if_it_equals_the_embedding(tmp_path):
         load_hf(tmp_path)
 
 
-def cut(file, keep):
-    file.write_bytes(file.read_bytes()[:keep])
-
-
 @pytest.mark.parametrize(
     ("file", "damage", "message"),
     [
         ("config.json", lambda it: it.unlink(), "has no config.json"),
-        ("config.json", lambda it: it.write_text("{"), "config.json is not JSON"),
         ("config.json", lambda it: it.write_text("[1]"), "config.json holds a JSON list"),
         ("config.json", lambda it: it.write_bytes(b"\xff"), "config.json is not JSON"),
         (WEIGHTS, lambda it: it.rename(it.with_name("x.bin")), r"it holds config.json, x.bin"),
-        *(
-            (WEIGHTS, lambda it, n=n: cut(it, n), r"\(\d+ bytes\) is no whole")
-            for n in (0, 100, -1)
-        ),
+        (WEIGHTS, lambda it: it.write_bytes(b""), r"\(0 bytes\) is no whole"),
+        (WEIGHTS, lambda it: it.write_bytes(it.read_bytes()[:-1]), r"\(\d+ bytes\) is no whole"),
     ],
 )
 def test_files_that_are_missing_or_broken_are_named(folder, file, damage, message):
-    with pytest.raises(FileNotFoundError, match="nowhere is not a directory"):
-        load_hf(folder / "nowhere")
     damage(folder / file)
     with pytest.raises((FileNotFoundError, ValueError), match=message):
         load_hf(folder)
@@ -283,26 +229,17 @@ def test_the_index_says_which_file_has_a_tensor(tmp_path):
     save_file(tensors | {name: np.zeros((64, 24), np.float32)}, tmp_path / last)
     assert_same(load_params(tmp_path, UNTIED, dtype="float32"), params)
     save_file(tensors, tmp_path / last)
-
     file.write_text(json.dumps({"weight_map": index["weight_map"] | {name: last}}))
     with pytest.raises(ValueError, match=f"missing: {name}"):
         load_hf(tmp_path)
-    file.write_text(json.dumps({"weight_map": {}}))
-    with pytest.raises(ValueError, match=r"weight_map is \{\}"):
-        load_hf(tmp_path)
-    file.write_text(json.dumps(index))
     (tmp_path / last).unlink()
     with pytest.raises(FileNotFoundError, match=f"lacks {last}"):
         load_hf(tmp_path)
 
 
-def test_save_refuses_a_directory_with_a_model_and_keys_that_contradict_it(tmp_path, folder):
-    params = random_params(UNTIED)
+def test_save_refuses_a_directory_with_a_model(folder):
     with pytest.raises(FileExistsError, match=r"already holds a model .*config.json, model.safete"):
-        save_hf(params, UNTIED, folder)
-    with pytest.raises(ValueError, match="extra_config gives hidden_size"):
-        save_hf(params, UNTIED, tmp_path / "a", extra_config={"hidden_size": 3})
-    assert not (tmp_path / "a").exists()
+        save_hf(random_params(UNTIED), UNTIED, folder)
 
 
 def test_convert_keeps_tokenizer_and_config_and_rounds_the_weights(tmp_path):
@@ -324,25 +261,21 @@ def test_convert_keeps_tokenizer_and_config_and_rounds_the_weights(tmp_path):
 
 
 def test_convert_refuses_numbers_that_are_not_finite(folder, tmp_path):
-    """A number beyond float16's range became infinity in the new directory, and nobody said so."""
+    """A number beyond float16's range is infinity there."""
     edit_weights(folder, lambda t: t.update({"model.norm.weight": np.full(24, 1e6, np.float32)}))
-    with pytest.raises(
-        ValueError, match=r"in float16: final_norm_D has values that are not finite"
-    ):
+    message = r"in float16: final_norm_D has values that are not finite"
+    with pytest.raises(ValueError, match=message):
         convert(f"hf:{folder}", f"hf:{tmp_path / 'out'}", dtype="float16")
     assert not (tmp_path / "out").exists()
 
 
 def test_convert_refuses_bad_places(folder, tmp_path):
     target = f"hf:{tmp_path / 'out'}"
-    for source in ("hf", "hf:", "torch:x", str(folder)):
+    for source in ("hf:", "torch:x", str(folder)):
         with pytest.raises(ValueError, match=r"--from is .* must be hf:DIR"):
             convert(source, target, dtype="float32")
     with pytest.raises(FileExistsError, match="exists and is not an empty directory"):
         convert(f"hf:{folder}", f"hf:{folder}", dtype="float32")
-    places = (f"--from=hf:{tmp_path / 'nowhere'}", f"--to={target}")
-    done = ran("-m", "dapo_jax.convert", *places, status=1)
-    assert done.stderr.strip().startswith("error: ")
-    assert "nowhere is not a directory" in done.stderr
-    assert "Traceback" not in done.stderr
+    with pytest.raises(FileNotFoundError, match="nowhere is not a directory"):
+        convert(f"hf:{tmp_path / 'nowhere'}", target, dtype="float32")
     assert not (tmp_path / "out").exists()

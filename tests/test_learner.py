@@ -6,7 +6,8 @@ import functools
 import jax
 import numpy as np
 import pytest
-from engines import ROOMY, SAMPLING, build
+from engines import programs, step
+from golden import directory
 from quick import COMPILER_OPTIONS, jit, random_params
 from updates import (
     LEARNING,
@@ -31,10 +32,8 @@ from updates import (
 )
 
 from dapo_jax import learner
-from dapo_jax.learner import init_state, make_batch, scheduled_rate
-from dapo_jax.sampler.session import Session, Stream
+from dapo_jax.learner import init_state, scheduled_rate
 from dapo_jax.setup import components
-from dapo_jax.types import Prompt
 from models.kernels import KERNELS
 from models.qwen2 import PRESETS
 from sharding.mesh import make_mesh
@@ -57,7 +56,6 @@ def data():
 
 @pytest.fixture(scope="module")
 def expected():
-    """Computes the plain loss and gradient."""
     return plain(random_weights(), long_tailed())
 
 
@@ -78,12 +76,10 @@ def test_the_packed_update_has_the_plain_gradient_and_loss(params, data, expecte
 @pytest.mark.parametrize(
     ("order", "layout", "learning"),
     [
-        (range(8), {"group_size": 4, "kernels": ALONE}, LEARNING),
-        (range(8), {"group_size": 4, "row_tokens": 96, "update_responses": 2}, KEEPING),
-        ([6, 5, 7, 4, 2, 0, 3, 1], {"group_size": 4}, LEARNING),
-        ([3, 6, 0, 5, 1, 7, 4, 2], {}, LEARNING),
+        ([6, 5, 7, 4, 2, 0, 3, 1], {"group_size": 4, "kernels": ALONE}, LEARNING),
+        ([3, 6, 0, 5, 1, 7, 4, 2], {"row_tokens": 96, "update_responses": 2}, KEEPING),
     ],
-    ids=["a prompt for each", "one row, one of padding, all kept", "shuffled groups", "shuffled"],
+    ids=["a prompt for each", "rows of padding, all kept"],
 )
 def test_neither_layout_nor_order_matters(params, data, expected, order, layout, learning):
     batch = batch_of(data.take(order), **layout)
@@ -104,7 +100,6 @@ def test_filtered_responses_add_nothing_and_do_not_count(params, data, expected)
 
 @pytest.mark.parametrize("loss", [plain_dapo, plain_gspo])
 def test_an_environments_tokens_are_read_and_never_trained_on(params, data, loss):
-    """Elsewhere an end token that was appended, not sampled, made the ratio explode."""
     rng = np.random.default_rng(5)
     given = [(rng.random(n) < 0.4) & (np.arange(n) > 0) for n in data.length_R]
     expected = plain(params, data.replace(given=given), token_loss=loss)
@@ -143,18 +138,11 @@ def test_the_metrics_are_means_over_the_response_tokens(params, data):
         np.testing.assert_allclose(metrics[name], value.mean(), rtol=1e-5, err_msg=name)
 
 
-# Four devices
-
-
 @pytest.mark.parametrize(
     ("mesh", "rows", "row_tokens"), [((1, 2, 2), 2, 46), ((2, 2, 1), 4, 38)], ids=str
 )
 def test_four_devices_take_the_update_of_one(monkeypatch, params, data, mesh, rows, row_tokens):
-    """They agree to 1e-5 of the largest entry: sums over devices round in another order.
-
-    Rows have the one of two lengths that wastes less: three of 38 entries would be two
-    micro-batches of two rows, and two of 46 hold all.
-    """
+    """Of the two lengths of rows it takes the one that wastes less: two of 46 hold all."""
     quick = functools.partialmethod(jax.stages.Lowered.compile, compiler_options=COMPILER_OPTIONS)
     monkeypatch.setattr(jax.stages.Lowered, "compile", quick)
     monkeypatch.setitem(PRESETS, "small", SMALL)
@@ -181,9 +169,6 @@ def test_four_devices_take_the_update_of_one(monkeypatch, params, data, mesh, ro
     assert distance(*steps) < TOLERANCE
     for name, value in expected_metrics.items():
         np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
-
-
-# AdamW
 
 
 def adamw_by_hand(p, gradients, learning_rates):
@@ -243,29 +228,18 @@ def test_the_rate_warms_up_from_a_fraction_and_decays_to_the_last_step(decay, at
     assert rates(12)[0] == 1 / 12, "a warm-up that fills the run"
 
 
-def test_the_reference_trains_its_first_step_at_zero_and_ours_is_one_ahead(shared):
-    with np.load(shared / "golden" / "policy_loss.npz") as stored:
-        factors = stored["lr/warmup10_factor_by_schedstep"]
-    learning = dataclasses.replace(LEARNING, learning_rate=1.0, warmup_steps=10)
-    ours = [scheduled_rate(step, learning, num_steps=12) for step in range(len(factors) - 1)]
-    assert factors[0] == 0
-    np.testing.assert_allclose(ours, factors[1:])
-
-
-@pytest.mark.parametrize("where", ["behavior", "advantage", "params"])
+@pytest.mark.parametrize("where", ["behavior", "params"])
 def test_a_gradient_that_is_not_finite_changes_nothing(params, data, where):
     """A value that is not finite is named, and the state is bitwise the one before."""
     start, _ = run_update(params, batch_of(data))  # moments that are not zero
-    behavior, advantage_R = [logp.copy() for logp in data.behavior_logp], data.advantage_R.copy()
+    behavior = [logp.copy() for logp in data.behavior_logp]
     if where == "behavior":
         behavior[3][7] = np.nan
-    elif where == "advantage":
-        advantage_R[2] = np.inf
     else:
         norm_D = start.params["final_norm_D"].copy()
         norm_D[0] = np.inf
         start = start.replace(params=start.params | {"final_norm_D": norm_D})
-    batch = batch_of(data.replace(behavior_logp=behavior, advantage_R=advantage_R))
+    batch = batch_of(data.replace(behavior_logp=behavior))
     state, metrics = next_update(start, batch)
     assert not metrics["taken"]
     assert learner.checked_names(start)[metrics["bad"]] == "the loss or a metric of it"
@@ -275,40 +249,13 @@ def test_a_gradient_that_is_not_finite_changes_nothing(params, data, where):
         assert next_update(state, batch_of(data))[1]["bad"] == -1
 
 
-# The sampler
-
-
-@pytest.mark.parametrize(
-    ("temperature", "dtype", "largest_gap"), [(0.7, "float32", 1e-5), (1.0, "bfloat16", 2e-2)]
-)
-def test_the_first_mini_batchs_ratio_is_one(params, temperature, dtype, largest_gap):
-    """The sampler's log-probabilities are the learner's, up to rounding.
-
-    Mean |ratio - 1| measured on CPU: 6e-7 in float32. In bfloat16 attention in pieces rounds at
-    other points than attention at once: 1.2e-2, where bfloat16 itself is 1.4e-2 from float32.
-    """
-    changes = {"temperature": temperature, "vocab_size": VOCAB, "stop_ids": (1, 2, 3, 4)}
-    session = Session(
-        *build(SMALL, ROOMY, learner.cast(params, dtype)),
-        Stream(jax.random.key(5), dataclasses.replace(SAMPLING, **changes, pad_id=1)),
-    )
-    rng = np.random.default_rng(3)
-    for cursor, tokens in enumerate((4, 9)):
-        session.submit(cursor, Prompt(rng.integers(0, VOCAB, tokens, np.int32)), group_size=4)
-    groups = []
-    while session.unfinished:
-        groups += session.step()
-    stopped = [response.stopped for group in groups for response in group.responses]
-    assert 0 < sum(stopped) < 8  # some ended with a stop token, some were cut off
-    settings = {"temperature": temperature, "compute_dtype": dtype, "overlong_filtering": False}
-    learning = dataclasses.replace(LEARNING, **settings)
-    batch = make_batch(groups, rng.normal(size=(2, 4)).astype(np.float32), learning)
-    _, metrics = run_update(params, batch, learning)
-    assert metrics["ratio_gap"] < largest_gap
+def test_the_first_mini_batchs_ratio_is_one_in_bfloat16(monkeypatch, tmp_path):
+    """Attention in pieces rounds at other points than attention at once. Float32: test_experts."""
+    monkeypatch.setattr(jax, "jit", jit)
+    folder = directory("qwen2/tied", tmp_path)
+    *_, metrics = step(programs("qwen2", folder, model={"compute_dtype": "bfloat16"}))
+    assert metrics["ratio_gap"] < 2e-2
     assert metrics["clip_fraction/high"] == metrics["clip_fraction/low"] == 0
-
-
-# Other losses
 
 
 def test_the_kl_term_is_zero_at_the_start_policy_and_has_the_plain_gradient_elsewhere(params, data):
@@ -337,7 +284,6 @@ def test_an_entropy_bonus_is_the_mean_entropy_of_the_trained_tokens(params, data
 
 @pytest.mark.parametrize("by", ["learner", "sampler"])
 def test_old_logprobs_of_earlier_policies_tokens_are_as_chosen(params, data, by):
-    """By the learner's choice too, partial rollouts' tokens kept the sampler's, in silence."""
     learning = dataclasses.replace(LEARNING, old_logprobs=by)
     mesh = make_mesh(data=1, model=1, devices=jax.devices()[:1])
     how = {"graph": graph(), "mesh": mesh, "learning": learning}

@@ -33,6 +33,11 @@ def token_loss(logp, tokens):
     return tokens["weight"] * (logp + 0.1 * logp**2), {"half": 0.5 * logp}
 
 
+def bonus(tokens):
+    """What each token's entropy is weighed with in the loss."""
+    return -0.3 * tokens["weight"] ** 2
+
+
 def whole(x_BTD, head_DV, target_BT, weight_BT):
     """The definition, at once: log softmax over the tokenizer's ids only, and its entropy."""
     logits_BTV = (x_BTD @ head_DV / SETTINGS["temperature"])[..., : SETTINGS["vocab_size"]]
@@ -40,7 +45,7 @@ def whole(x_BTD, head_DV, target_BT, weight_BT):
     logp_BT = jnp.take_along_axis(logp_BTV, target_BT[..., None], axis=-1)[..., 0]
     entropy_BT = -jnp.sum(jnp.exp(logp_BTV) * logp_BTV, axis=-1)
     loss_BT, indicators = token_loss(logp_BT, {"weight": weight_BT})
-    loss = jnp.sum(loss_BT)
+    loss = jnp.sum(loss_BT + bonus({"weight": weight_BT}) * entropy_BT)
     return -3 * loss, (loss, logp_BT, entropy_BT, indicators["half"])
 
 
@@ -59,7 +64,8 @@ def chunked(mesh, head_loss=head_loss):
 
     def loss(x_BTD, head_DV, target_BT, weight_BT):
         tokens = {"weight": weight_BT}
-        loss, *chosen = head_loss(x_BTD, head_DV, target_BT, tokens, token_loss, **how)
+        given = x_BTD, head_DV, target_BT, tokens, token_loss
+        loss, *chosen = head_loss(*given, entropy_weight=bonus, **how)
         chosen[-1] = chosen[-1]["half"]
         return -3 * loss + jnp.sum(jnp.stack(chosen)), (loss, *chosen)
 
@@ -70,8 +76,8 @@ def chunked(mesh, head_loss=head_loss):
 @pytest.mark.parametrize(
     ("mesh", "T", "head_loss"),
     [
-        *((ONE, T, head_loss) for T in (1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3)),
-        *((mesh, T, head_loss) for mesh in ((1, 2, 2), (2, 2, 1)) for T in (1, 2 * CHUNK + 3)),
+        *((ONE, T, head_loss) for T in (1, CHUNK, CHUNK + 1, 2 * CHUNK + 3)),
+        *((mesh, 2 * CHUNK + 3, head_loss) for mesh in ((1, 2, 2), (2, 2, 1))),
         ((1, 2, 2), 2 * CHUNK + 3, head_loss_of_rows),
     ],
 )
@@ -92,31 +98,6 @@ def test_values_loss_and_gradients_equal_those_of_the_whole_softmax(mesh, T, hea
         np.testing.assert_allclose(got, want, atol=1e-4, rtol=1e-5)
 
 
-@pytest.mark.parametrize("head_loss", [head_loss, head_loss_of_rows])
-def test_an_entropy_bonus_has_the_gradient_of_the_whole_softmaxs_entropy(head_loss):
-    """Its weight is of each token; rows and vocabulary lie over several devices."""
-    *given, target_BT, weight_BT = inputs(2 * CHUNK + 3)
-    how = SETTINGS | {"mesh": make_mesh(data=2, model=2, devices=jax.devices()[:4])}
-
-    def bonus(tokens):
-        return -0.3 * tokens["weight"] ** 2
-
-    def chunked_loss(*given):
-        given = *given, target_BT, {"weight": weight_BT}, token_loss
-        return head_loss(*given, entropy_weight=bonus, **how)[0]
-
-    def whole_loss(*given):
-        _, (loss, _, entropy_BT, _) = whole(*given, target_BT, weight_BT)
-        return loss + jnp.sum(bonus({"weight": weight_BT}) * entropy_BT)
-
-    found, expected = (
-        jit(jax.value_and_grad(loss, argnums=(0, 1)))(*given) for loss in (chunked_loss, whole_loss)
-    )
-    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
-    for got, want in zip(found[1], expected[1], strict=True):
-        np.testing.assert_allclose(got, want, atol=1e-4, rtol=1e-5)
-
-
 def test_gradients_of_bfloat16_inputs_are_rounded_once():
     """Each is the float32 sum over all chunks, rounded to bfloat16 at the end."""
     x_BTD, head_DV, *rest = inputs(3 * CHUNK)
@@ -129,7 +110,7 @@ def test_gradients_of_bfloat16_inputs_are_rounded_once():
         assert error < 2**-8
 
 
-@pytest.mark.parametrize("scale", [0.0, 1e3, 1e6])
+@pytest.mark.parametrize("scale", [0.0, 1e6])
 def test_extreme_logits_give_no_nan(scale):
     given = inputs(6, scale=scale)
     (_, (_, *chosen)), gradient = chunked(ONE)[1](*given)
@@ -147,12 +128,8 @@ def largest_logits(jaxpr):
     return max(sizes)
 
 
-@pytest.mark.parametrize(
-    ("program", "tokens"),
-    [(lambda: chunked(ONE)[1], CHUNK_TOKENS), (lambda: whole_gradient, 4 * CHUNK_TOKENS)],
-    ids=["chunked", "whole"],
-)
-def test_only_a_chunks_logits_exist_in_the_backward_pass_too(program, tokens):
+def test_only_a_chunks_logits_exist_in_the_backward_pass_too():
     """It holds one chunk's logits of a sequence of four; the plain function holds all four."""
-    jaxpr = jax.make_jaxpr(program().__wrapped__)(*inputs(4 * CHUNK))
-    assert largest_logits(jaxpr.jaxpr) == tokens * V
+    for program, tokens in ((chunked(ONE)[1], CHUNK_TOKENS), (whole_gradient, 4 * CHUNK_TOKENS)):
+        jaxpr = jax.make_jaxpr(program.__wrapped__)(*inputs(4 * CHUNK))
+        assert largest_logits(jaxpr.jaxpr) == tokens * V

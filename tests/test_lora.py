@@ -1,4 +1,4 @@
-"""LoRA against its definition: the sum by hand, the chain rule, one device and four, export."""
+"""LoRA against its definition: the sum by hand, the chain rule, rounding, export."""
 
 import dataclasses
 import functools
@@ -52,23 +52,9 @@ def by_hand(w, a, b, scale):
     return w + scale * (A @ B).reshape(w.shape)
 
 
-@functools.cache
-def jitted_gradient(lora, *, data=1, model=1):
-    """The gradient of a micro-batch's loss: with LoRA by its factors, with None by all weights."""
-    mesh = make_mesh(data=data, model=model, devices=jax.devices()[: data * model])
-    learning = dataclasses.replace(LEARNING, lora=lora)
-    how = {"graph": abstract_params(SMALL)[0], "mesh": mesh, "learning": learning}
-    return jit(jax.grad(functools.partial(learner.micro_batch_loss, **how), has_aux=True))
-
-
 @pytest.fixture(scope="module")
 def params():
     return random_weights()
-
-
-@pytest.fixture(scope="module")
-def micro():
-    return learner.micro_batch(batch_of(long_tailed()), 0)
 
 
 def test_fresh_adapters_change_nothing(params):
@@ -82,12 +68,11 @@ def test_fresh_adapters_change_nothing(params):
     assert spreads["down_FR"] == pytest.approx(SMALL.mlp_width**-0.5, rel=0.2)
 
 
-@pytest.mark.parametrize("targets", [tuple(MATRICES), ("q", "o")])
-def test_the_targets_are_adapted_as_defined_and_nothing_else(params, targets):
-    lora = Lora(rank=3, alpha=6.0, targets=targets)
+def test_the_targets_are_adapted_as_defined_and_nothing_else(params):
+    lora = Lora(rank=3, alpha=6.0, targets=("q", "o", "down"))
     adapters = random_adapters(lora)["layers"]
     new = jax.device_get(add(params["layers"], adapters, scale=2.0))
-    of_w = {factors(target)[0]: factors(target)[1:] for target in targets}
+    of_w = {factors(target)[0]: factors(target)[1:] for target in lora.targets}
     for name, w in params["layers"].items():
         if name in of_w:
             a, b = (adapters[factor] for factor in of_w[name])
@@ -96,13 +81,21 @@ def test_the_targets_are_adapted_as_defined_and_nothing_else(params, targets):
             np.testing.assert_array_equal(new[name], w)
 
 
-def test_gradients_are_the_weights_gradients_through_the_chain_rule(params, micro):
+def test_gradients_are_the_weights_gradients_through_the_chain_rule(params):
     """dA = scale * dW B^T and dB = scale * A^T dW, with dW that of training all weights."""
+    micro = learner.micro_batch(batch_of(long_tailed()), 0)
+    mesh = make_mesh(data=1, model=1, devices=jax.devices()[:1])
+
+    def gradient_of(lora, params, start):
+        learning = dataclasses.replace(LEARNING, lora=lora)
+        how = {"graph": abstract_params(SMALL)[0], "mesh": mesh, "learning": learning}
+        run = jit(jax.grad(functools.partial(learner.micro_batch_loss, **how), has_aux=True))
+        return run(params, start, micro)[0]
+
     adapters = random_adapters()
     layers = jax.device_get(add(params["layers"], adapters["layers"], scale=LORA.scale))
-    gradient, _ = jitted_gradient(LORA)(adapters, params, micro)
-    weights = params | {"layers": layers}
-    d_layers = jitted_gradient(None)(weights, weights, micro)[0]["layers"]
+    gradient, weights = gradient_of(LORA, adapters, params), params | {"layers": layers}
+    d_layers = gradient_of(None, weights, weights)["layers"]
     L = SMALL.num_layers
     for target in MATRICES:
         w, a, b = factors(target)
@@ -148,9 +141,8 @@ def test_learner_and_sampler_compute_with_the_same_bits(params, dtype):
     np.testing.assert_array_equal(*states)
 
 
-@pytest.mark.parametrize("by_sampler", [False, True])
-def test_a_small_update_is_not_rounded_away_in_bfloat16(params, by_sampler, monkeypatch):
-    """W + scale A B was rounded to W's grid, where a change of a thousandth of W is none."""
+def test_a_small_update_is_not_rounded_away_in_bfloat16(params, monkeypatch):
+    """On W's grid in bfloat16 a change of a thousandth of W is none."""
     queries, of_heads = [], SMALL.layer.of_heads
 
     def seen(layer, q_BTNH, *others):
@@ -164,7 +156,7 @@ def test_a_small_update_is_not_rounded_away_in_bfloat16(params, by_sampler, monk
         """The first layer's, whose inputs no adapter has touched; B is a part of what it was."""
         shrunk = {name: a if name.endswith("R") else part * a for name, a in adapters.items()}
         queries.clear()
-        hidden_states(params, {"layers": shrunk}, dtype=dtype, by_sampler=by_sampler)
+        hidden_states(params, {"layers": shrunk}, dtype=dtype, by_sampler=True)
         jax.effects_barrier()
         return queries[0]
 
@@ -173,16 +165,6 @@ def test_a_small_update_is_not_rounded_away_in_bfloat16(params, by_sampler, monk
     )
     error = np.linalg.norm((low - low_start) - (exact - exact_start))
     assert error < 0.02 * np.linalg.norm(exact - exact_start)
-
-
-def test_four_devices_take_the_update_of_one(params, micro):
-    adapters = random_adapters()
-    one, four = (
-        jax.device_get(run(adapters, params, micro)[0]["layers"])
-        for run in (jitted_gradient(LORA), jitted_gradient(LORA, data=2, model=2))
-    )
-    for name, got in four.items():
-        np.testing.assert_allclose(got, one[name], atol=1e-5 * np.abs(one[name]).max())
 
 
 @pytest.fixture(scope="module")
@@ -206,11 +188,7 @@ def run(tmp_path_factory):
 def test_a_run_is_exported_with_its_factors_added_or_beside_as_peft_names_them(
     run, tmp_path, monkeypatch
 ):
-    """transformers reads W + scale * A B; nothing of LoRA is left to know about.
-
-    PEFT multiplies by lora_A [R, in], then by lora_B [out, R], and by lora_alpha / r. Of a model of
-    images too it would find no module by our names, and change nothing.
-    """
+    """PEFT multiplies by lora_A [R, in], then by lora_B [out, R], and by lora_alpha / r."""
     folder, config, programs, adapters, _ = run
     for kind in ("hf", "peft"):
         convert.convert(f"run:{folder}", f"{kind}:{tmp_path / kind}", dtype="float32")
@@ -234,35 +212,24 @@ def test_a_run_is_exported_with_its_factors_added_or_beside_as_peft_names_them(
         A, B = (tensors[f"{name}.lora_{factor}.weight"] for factor in "AB")
         merged = start["layers"][w][layer].reshape(len(A.T), -1).T + 2.0 * B @ A
         np.testing.assert_allclose(merged.T, expected[layer].reshape(len(A.T), -1), atol=1e-5)
-    with pytest.raises(ValueError, match="only a run has factors"):
-        convert.convert(f"hf:{config.model.path}", f"peft:{tmp_path / 'x'}", dtype="float32")
     monkeypatch.setattr(convert, "sees_images", lambda path: path == config.model.path)
     with pytest.raises(ValueError, match=r"sees images, too, .* use --to=hf:DIR"):
         convert.convert(f"run:{folder}", f"peft:{tmp_path / 'y'}", dtype="float32")
 
 
 def test_a_start_model_that_has_changed_is_refused(run, tmp_path):
-    """LoRA's factors were added to whatever model.path held by then.
-
-    A resume refuses it; `convert`, `evaluate` and `sample` compared the config alone, so they
-    exported and scored another model. The policy of step 0 is the start model of any run.
-    """
+    """Factors belong to one start model, which is the policy of step 0."""
     folder, config, programs, _, checkpoints = run
     for step in (None, 0):
         policy.restored(programs, checkpoints, step)
-    changes = {
-        "model.safetensors": lambda data: data[:-4] + b"\0\0\0\0",
-        "config.json": lambda data: json.dumps(json.loads(data) | {"rope_theta": 5e5}).encode(),
-    }
-    for name, changed in changes.items():
-        file = folder / "base" / name
-        before = file.read_bytes()
-        file.write_bytes(changed(before))
-        message = rf"checkpoint 1 in .* began with another model: model\.path: {name} differs"
-        other = components.programs(config, 384)
-        for step in (None, 0):
-            with pytest.raises(ValueError, match=message):
-                policy.restored(other, checkpoints, step)
+    file = folder / "base" / "model.safetensors"
+    before = file.read_bytes()
+    file.write_bytes(before[:-4] + b"\0\0\0\0")
+    message = r"checkpoint 1 in .* began with another model: model\.path: model.safet.* differs"
+    other = components.programs(config, 384)
+    for step in (None, 0):
         with pytest.raises(ValueError, match=message):
-            convert.convert(f"run:{folder}", f"hf:{tmp_path / 'hf'}", dtype="float32")
-        file.write_bytes(before)
+            policy.restored(other, checkpoints, step)
+    with pytest.raises(ValueError, match=message):
+        convert.convert(f"run:{folder}", f"hf:{tmp_path / 'hf'}", dtype="float32")
+    file.write_bytes(before)

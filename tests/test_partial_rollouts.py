@@ -169,57 +169,39 @@ def test_whole_blocks_of_a_partial_response_are_kept(tokens, limit, kept):
     assert Session._whole_blocks(*given) == kept
 
 
-def partial_config():
-    keys = {"num_steps": 4, "rollout.partial_rollout_steps": 1, "checkpoint.keep": 9}
-    return small_config(**keys)
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
-    """An uninterrupted run."""
-    workdir = tmp_path_factory.mktemp("runs") / "uninterrupted"
-    workdir.mkdir()
-    recomputes, engine_recompute = [], Engine.recompute
-
-    def recompute(*arguments):
-        recomputes.append(len(rows_without_timings(workdir)))
-        return engine_recompute(*arguments)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Engine, "recompute", recompute)
-        train.train(partial_config(), workdir)
-    (workdir / "recomputes.json").write_text(json.dumps(recomputes))
-    return workdir
-
-
 @pytest.mark.slow
-def test_a_killed_run_resumes_bitwise(uninterrupted, tmp_path, monkeypatch):
-    """Partial groups are in the checkpoint; rows, rollouts and weights are what they would be.
+def test_a_killed_run_resumes_bitwise(tmp_path, monkeypatch):
+    """Its first step computes keys and values of partial groups again."""
+    keys = {"num_steps": 4, "rollout.partial_rollout_steps": 1, "checkpoint.keep": 9}
+    run, whole, recomputes = tmp_path / "run", tmp_path / "uninterrupted", []
+    recompute, update = Engine.recompute, train.update
 
-    The step before had keys and values of its own: the run resumes where they are computed again.
-    """
-    run = tmp_path / "run"
+    def noted(*arguments):
+        recomputes.append(len(rows_without_timings(whole)))
+        return recompute(*arguments)
 
     def killed(*args):
         if rows_without_timings(run)[2:]:
             raise Killed
         return update(*args)
 
-    update = train.update
     run.mkdir()
+    whole.mkdir()
     with monkeypatch.context() as patch:
+        patch.setattr(Engine, "recompute", noted)
+        train.train(small_config(**keys), whole)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(train, "update", killed)
-        with pytest.raises(Killed):
-            train.train(partial_config(), run)
+        train.train(small_config(**keys), run)
     assert len(rows_without_timings(run)) == 3
     assert not (run / "checkpoints" / "3").exists()
-    train.train(partial_config(), run)
-    rows = rows_without_timings(uninterrupted)
+    train.train(small_config(**keys), run)
+    rows = rows_without_timings(whole)
     assert rows_without_timings(run) == rows
-    assert digests(run, 4) == digests(uninterrupted, 4)
-    assert responses(run, 3) == responses(uninterrupted, 3)
+    assert digests(run, 4) == digests(whole, 4)
+    assert responses(run, 3) == responses(whole, 3)
     # No response loses its pages here, and the run without a kill has the same checkpoints.
-    assert set(json.loads((uninterrupted / "recomputes.json").read_text())) == {2}
+    assert set(recomputes) == {2}
     # The first step has no stale tokens; the gap to the sampler is that of fresh ones, if any.
     assert rows[0]["staleness/tokens_fraction"] == rows[0]["staleness/max_steps"] == 0
     assert "ratio_gap" in rows[0]

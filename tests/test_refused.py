@@ -66,6 +66,13 @@ OF_A_RUN = "^--start is '.*', but must be run:DIR@STEP, a run's checkpoint$"
 REFUSED = [
     (setting, {"updates_per_step": 5}, "num_prompts = 32 does not divide by updates_per_step = 5"),
     (setting, {"algo.dual_clip": float("inf")}, "algo.dual_clip = inf, but must be greater than 1"),
+    (setting, {"algo.tis_cap": 2.0}, r"tis_cap = 2\.0 .*old_logprobs = 'sampler'; set that to"),
+    (
+        setting,
+        {"algo.tis_cap": 2.0, "algo.old_logprobs": "learner", "algo.ratio": "sequence"},
+        r"tis_cap = 2\.0 is for single tokens.*'sequence'",
+    ),
+    (setting, {"algo.eps_low": 1.0}, r"algo\.eps_low = 1\.0, but .*'cispo'"),
     (setting, {"algo.loss_aggregation": "token-mean"}, "token-mean.*token_mean, sequence_mean"),
     (setting, {"algo.overlong_cache_tokens": 81}, "81 exceeds rollout.max_response_tokens = 80"),
     (setting, {"learner.row_tokens": 174}, "learner.row_tokens = 174.*175"),

@@ -10,11 +10,6 @@ from dapo_jax.sampler.cache import NULL_PAGE, decode_sizes
 from dapo_jax.sampler.scheduler import Scheduler
 
 
-def sizes(cache):
-    """Lists (rows, pages) as on a CPU."""
-    return decode_sizes(cache, kernel=False)
-
-
 class Script:
     """A scheduler whose requests have scripted lengths: {(group, sample): tokens}.
 
@@ -27,7 +22,6 @@ class Script:
         self.finished = {}
 
     def submit(self, group, tokens, *, prompt_tokens=9):
-        """Submits one sample for each number of tokens."""
         self.tokens |= {(group, sample): n for sample, n in enumerate(tokens)}
         limits = [self.scheduler.cache.max_response_tokens] * len(tokens)
         self.scheduler.submit(group, prompt_tokens, limits)
@@ -91,14 +85,8 @@ def all_free(scheduler):
     return scheduler._free_DP[:, 1:].all() and scheduler._free_prompt_DP[:, 1:].all()
 
 
-# Slots
-
-
 def test_slots_are_filled_while_requests_wait():
-    """With 60 requests of a long tail, no slot is left empty for a block while one waits.
-
-    Then the blocks are at most the mean load of a slot and one longest request (Graham 1969).
-    """
+    """Then the blocks are at most a slot's mean load and one longest request (Graham 1969)."""
     rng = np.random.default_rng(0)
     length_P4 = np.where(rng.random((15, 4)) < 0.2, 20, rng.integers(1, 6, (15, 4)))
     script, slots = Script(), CACHE.slots
@@ -137,22 +125,16 @@ def test_prompts_go_to_the_shard_with_most_slots_to_fill():
     assert all_free(script.scheduler)
 
 
-# Pages
-
-
 def test_a_prompts_pages_are_shared_by_at_most_the_readers():
-    """Nine samples of four readers a prefix have three, each prefilled once.
-
-    A prompt of one token needs no page.
-    """
+    """Nine samples of four readers have three copies of it; a prompt of one token needs no page."""
     script = Script(dataclasses.replace(CACHE, slots=12, pages=40))
     script.submit(0, [20] * 9, prompt_tokens=17)
     script.submit(1, [20] * 3, prompt_tokens=1)
     plan = script.scheduler.next_block()
     prefilled = [call.page_RI[call.group_R == 0] for call in plan.prefills]
     assert sum(map(len, prefilled)) == 3
-    none_N = np.zeros(len(plan.group_N), bool)
-    rows, _, row_N = script.scheduler.table(sizes(script.scheduler.cache), none_N)
+    sizes = decode_sizes(script.scheduler.cache, kernel=False)
+    rows, _, row_N = script.scheduler.table(sizes, np.zeros(len(plan.group_N), bool))
     mine = rows[row_N[plan.group_N == 0]]
     assert mine["reader"].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0]
     assert len(np.unique(mine["prompt_pages"], axis=0)) == 3
@@ -175,10 +157,7 @@ def test_admission_leaves_the_watermark_of_pages_free():
 
 @pytest.mark.parametrize("seed", range(6))
 def test_every_page_has_one_owner_and_comes_back(seed):
-    """Submissions, blocks and cancellations are random, in a cache that may hold but one request.
-
-    The oldest request of a shard is never preempted, and all requests end that are not cancelled.
-    """
+    """The oldest request of a shard is never preempted, and all end that are not cancelled."""
     rng = np.random.default_rng(seed)
     slots, pages = int(rng.integers(1, 7)), int(rng.integers(4, 14))
     cache = dataclasses.replace(CACHE, slots=slots, pages=pages, prompt_pages=7)
@@ -218,28 +197,8 @@ def first_in(scheduler):
     return found
 
 
-def test_the_youngest_is_preempted_and_starts_again_first():
-    """With six pages for three responses of three pages each, the third starts again."""
-    script = Script(dataclasses.replace(CACHE, slots=3, pages=7))
-    script.submit(0, [20, 20, 20])
-    script.submit(1, [1])
-    plans = script.drain()
-    samples = [plan.sample_N[plan.group_N == 0].tolist() for plan in plans]
-    assert samples[:4] == [[0, 1, 2]] * 4
-    assert samples[4] == [0, 1]  # 8 of 9 pages: the third one had 16 tokens
-    again = next(plan for plan in plans[5:] if 2 in plan.sample_N)
-    assert again.sampled_N[again.sample_N == 2].tolist() == [0]
-    assert script.finished == {(0, 0): 20, (0, 1): 20, (0, 2): 20, (1, 0): 1}
-
-
-# Shards that wait for the fullest
-
-
 def test_samples_move_to_other_shards_once_none_waits():
-    """All shards wait for the fullest: when the other has none left, two samples of four move.
-
-    They are those with the fewest pages, and a prompt of two pages moves with each.
-    """
+    """The two of four with the fewest pages move, and a prompt of two pages with each."""
     script = Script(dataclasses.replace(CACHE, slots=4), shards=2)
     script.submit(0, [20, 20], prompt_tokens=17)
     script.submit(1, [8] * 4)

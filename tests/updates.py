@@ -1,9 +1,8 @@
 """Updates of a small model: some responses, the packed update, and a plain one from the equations.
 
 The plain losses are written from the papers' equations alone. They share nothing with the learner
-but the model's forward pass, which test_parity.py compares with transformers. To compile a program
-takes seconds and to run it none, so tests share settings and shapes where they can, and hand over
-host arrays: an array that lies on a mesh asks for a program of its own.
+but the model's forward pass, which test_parity.py compares with transformers. Tests share settings
+and shapes, and hand over host arrays: one that lies on a mesh asks for a program of its own.
 """
 
 import dataclasses
@@ -159,7 +158,6 @@ def gradient(params, batch, learning=LEARNING, *, start_weights=None):
 
 
 def padded(rows) -> np.ndarray:
-    """Pads rows of unequal length on the right with zeros."""
     return np.stack([np.pad(row, (0, max(map(len, rows)) - len(row))) for row in rows])
 
 
@@ -235,7 +233,6 @@ def plain(params, data, *, kl_coef=0.0, start=None, token_loss=plain_dapo):
 
 
 def flat(tree) -> np.ndarray:
-    """Puts all entries of a tree into one float64 vector."""
     return np.concatenate([np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(tree)])
 
 
