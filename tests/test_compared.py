@@ -5,11 +5,11 @@ import json
 
 import numpy as np
 import pytest
-from processes import ran
 from scipy.special import stdtrit
 
 from dapo_jax.evaluation import share_interval
 from dapo_jax.report import evaluations
+from dapo_jax.report.__main__ import main
 from dapo_jax.report.statistics import Interval, paired_interval, paired_share_interval
 
 
@@ -40,7 +40,7 @@ def test_the_interval_of_equal_shares_is_no_point():
 
 @pytest.mark.parametrize(
     ("P", "k", "a", "b", "gain"),
-    [(30, 32, 0.05, 3, 2), (30, 32, 0.1, 2, 1.5), (30, 32, 0.3, 0.7, 2), (500, 4, 0.8, 0.5, 1.2)],
+    [(30, 32, 0.05, 3, 2), (30, 32, 0.3, 0.7, 2), (500, 4, 0.8, 0.5, 1.2)],
 )
 def test_intervals_cover_hard_and_easy_sets(P, k, a, b, gain):
     """With one or two of 30 problems ever solved or moving, Student's held the truth 84 % of times.
@@ -64,7 +64,7 @@ def test_intervals_cover_hard_and_easy_sets(P, k, a, b, gain):
     assert P < 500 or (wider[0] < np.array([1.02, 1.01]) * wider[1]).all()
 
 
-@pytest.mark.parametrize(("P", "p", "gain"), [(30, 0.02, 0.05), (30, 0.95, 0.03), (10, 0.1, 0.1)])
+@pytest.mark.parametrize(("P", "p", "gain"), [(30, 0.02, 0.05), (10, 0.1, 0.1)])
 def test_the_interval_of_two_greedy_evaluations_covers(P, p, gain):
     """With one response a problem it held the true difference 25 to 90 % of the time."""
     rng, hit = np.random.default_rng(0), 0
@@ -133,10 +133,11 @@ def test_problems_of_several_files_stay_apart(tmp_path):
     assert "law.csv row 0:" in lines[4]
 
 
-def test_the_command_compares_results_of_one_set(tmp_path):
+def test_results_of_one_set_are_compared(tmp_path, monkeypatch, capsys):
     paths = [write(tmp_path / name, [[1, 0], [0, 0]]) for name in "abc"]
-    report = ("-m", "dapo_jax.report", "--evaluation")
-    out = ran(*report, *paths).stdout.splitlines()
+    monkeypatch.setattr("sys.argv", ["report", "--evaluation", *map(str, paths)])
+    main()
+    out = capsys.readouterr().out.splitlines()
     assert [line for line in out if line.startswith("b: ")] == ["b: b/0.sums.t1", "b: c/0.sums.t1"]
     with pytest.raises(ValueError, match="nothing is compared: of sums there is one result each"):
         evaluations.compared(paths[:1])

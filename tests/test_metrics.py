@@ -12,7 +12,7 @@ import pytest
 from processes import ran
 
 from dapo_jax.logs import metrics
-from dapo_jax.logs.display import Display, evaluation_line, format_duration
+from dapo_jax.logs.display import Display, evaluation_line
 from dapo_jax.logs.files import (
     append_line,
     append_log,
@@ -51,10 +51,9 @@ def test_numbers_read_back_as_written_and_the_file_is_strict_json(tmp_path):
 def test_a_broken_line_elsewhere_is_named(tmp_path, broken):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 0}\n' + broken + b'{"step": 2}\n')
-    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2"):
-        read_rows(path)
-    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2"):
-        begin_rows(tmp_path, first_step=1)
+    for read in (lambda: read_rows(path), lambda: begin_rows(tmp_path, first_step=1)):
+        with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2"):
+            read()
 
 
 def test_rollouts_are_equal_bytes_at_any_time_and_place(tmp_path, monkeypatch):
@@ -71,23 +70,19 @@ def test_rollouts_are_equal_bytes_at_any_time_and_place(tmp_path, monkeypatch):
     assert found == [(text, -0.5, [1, 2]), ("", None, [0, 1, 2])]
 
 
-def test_stopwatch_adds_up_phases_and_counts_what_raised(monkeypatch):
+def test_a_stopwatch_adds_up_a_phase(monkeypatch):
     now = iter(range(99))  # a second from look to look
     monkeypatch.setattr("time.perf_counter", lambda: next(now))
     watch = Stopwatch()
     for _ in range(2):
         with watch("rollout"):
             pass
-    with pytest.raises(RuntimeError), watch("update"):
-        raise RuntimeError
-    assert watch.seconds() == {"rollout": 2, "update": 1, "total": 7}
+    assert watch.seconds() == {"rollout": 2, "total": 5}
 
 
-def test_text_helpers():
+def test_no_text_controls_a_terminal_and_what_is_no_share_is_no_percent():
     assert printable("a\x1b[31m\n\tb\u202e\ud800 [x] 你") == r"a\x1b[31m⏎\tb\u202e\ud800 [x] 你"
     assert printable_lines("a\x1b[31m\n\tb\u202e\r") == "a\\x1b[31m\n\tb\\u202e\\r"
-    assert format_duration(3661.4) == "1:01:01"
-    assert format_duration(2 * 86400 + 59.6) == "2 days, 0:01:00"
     # Seven lines of loops were shown as 713 %, and as the better the more there were.
     scores = {"eval/a/mean@8": 0.5, "eval/a/maj@8": 0.625, "eval/b/task/loop_lines": 7.13}
     said = evaluation_line(10, scores).partition("  ")
@@ -183,19 +178,14 @@ tokens_per_second/step 7
 def test_a_steps_row_by_hand():
     cells = (cell.split() for cell in ROW_BY_HAND.strip().replace("\n", ", ").split(", "))
     assert step_row(_step()) == {key: float(value) for key, value in cells}
-
-
-@pytest.mark.parametrize("updates", [[_update(math.nan, taken=False)], []])
-def test_a_step_without_an_update_has_no_means_over_them(updates):
-    row = step_row(_step(updates))
-    assert (row["updates"], row["updates_skipped"]) == (0, len(updates))
-    assert not {*KEYS_OF_UPDATE, *CLIPPED} & row.keys()
-
-
-def test_keys_are_distinct_and_a_command_prints_them():
     keys = [*(metric.key for metric in METRICS), *metrics.DIGESTS]
-    printed = ran("-m", "dapo_jax.logs.metrics").stdout.splitlines()
-    assert [line.split()[0] for line in printed] == keys and len(set(keys)) == len(keys)
+    assert len(set(keys)) == len(keys)
+
+
+def test_a_step_without_an_update_has_no_means_over_them():
+    row = step_row(_step([_update(math.nan, taken=False)]))
+    assert (row["updates"], row["updates_skipped"]) == (0, 1)
+    assert not {*KEYS_OF_UPDATE, *CLIPPED} & row.keys()
 
 
 def test_a_new_metric_is_one_row_of_the_table(tmp_path, capsys):
