@@ -14,12 +14,11 @@ import pytest
 import runs
 from conftest import FULL, cases
 from disturbed import killed, rows_of, training
-from processes import ran, started
 
 from dapo_jax.logs.files import read_rows
 from dapo_jax.logs.metrics import untimed
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.slow]
 STEPS = 12
 KILLS = 10 if FULL else 2  # of a test of real runs
 TURN = (f"num_steps={STEPS}",)
@@ -57,7 +56,6 @@ def whole(tmp_path_factory, request):
     return request.param, found, seconds - stepping, stepping / STEPS
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "whole, seed",
     [
@@ -87,37 +85,3 @@ def test_a_killed_run_that_is_given_again_is_bitwise_that_of_no_kill(
         assert contents(workdir, flags) == expected
         if not left:
             return
-
-
-# Restores, goes on to the last step and prints what it has then.
-SNAPSHOTS = """
-import sys, time, jax, jax.numpy as jnp
-from dapo_jax.checkpoints.store import Checkpoints
-from dapo_jax.checkpoints.digests import described
-from dapo_jax.checkpoints.snapshots import Snapshots
-from dapo_jax.checkpoints.progress import Progress
-checkpoints = Checkpoints(sys.argv[1], keep=2)
-state = {"a": jnp.arange(2**18, dtype=jnp.uint32)}
-abstract = {"a": jax.ShapeDtypeStruct(state["a"].shape, jnp.uint32, sharding=state["a"].sharding)}
-first, state, saved = checkpoints.restore_latest(abstract, report=print) or (0, state, {})
-cursor = Progress.from_json(saved).cursor
-with Snapshots(checkpoints, every_steps=1, say=print) as run:
-    for step in range(first, 30):
-        state = {"a": state["a"] * 1664525 + step}
-        cursor += step
-        run.take(step + 1, state, Progress(cursor=cursor), described(state))
-        time.sleep(0.01)
-print(int(state["a"][12345]), cursor)
-"""
-
-
-@pytest.mark.parametrize("seed", cases(1, 10))
-def test_a_program_that_only_saves_goes_on_after_a_kill(seed, tmp_path):
-    saved, seconds = tmp_path / "saved", random.Random(seed).uniform(0, 0.3)
-    with started(["-c", SNAPSHOTS, str(saved)]) as (process,):
-        assert killed(process, seconds=seconds, saving=saved)
-    a = 12345
-    for step in range(30):
-        a = (a * 1664525 + step) % 2**32
-    said = ran("-c", SNAPSHOTS, saved).stdout.splitlines()
-    assert said[-1] == f"{a} {sum(range(30))}"

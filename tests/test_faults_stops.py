@@ -75,11 +75,11 @@ LATER = saved_steps.PHASES[1:]
 SHORT = (
     Case("SIGTERM", 1, "reducing"),
     Case("SIGKILL", 0, "reducing"),
-    Case("SIGINT twice", 0, "saving", 1),
     Case("terminal closed", 0, "reducing", 1),
 )
 CASES = (
     *SHORT,
+    Case("SIGINT twice", 0, "saving", 1),
     Case("SIGINT", -1, "reducing"),
     *(Case(name, i % 2, phase) for i, phase in enumerate(LATER) for name in STOPS),
     *(Case("SIGTERM", (i + 1) % 2, phase) for i, phase in enumerate(LATER)),

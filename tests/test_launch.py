@@ -10,7 +10,6 @@ import re
 import shlex
 import shutil
 import signal
-import stat
 import subprocess
 import sys
 from typing import ClassVar
@@ -78,12 +77,11 @@ def test_a_dry_run_prints_the_commands(command, settings, words, tmp_path):
         assert (word.removeprefix("!") in printed) != word.startswith("!"), word
 
 
-@pytest.mark.parametrize("slices", [1, 2])
-def test_dry_run_starts_the_loop_on_all_workers(tmp_path, slices):
-    how = {"SLICES": slices, "LIBTPU_INIT_ARGS": "'--a=1 --b=2'"}
+def test_dry_run_starts_the_loop_on_all_workers(tmp_path):
+    how = {"SLICES": 2, "LIBTPU_INIT_ARGS": "'--a=1 --b=2'"}
     _, command = dry_run("tpu_vm.sh", "run", tmp_path, **how)
     text = next(word for word in command if word.startswith("--command="))
-    words = shlex.split(text.removeprefix("--command=").split("; ")[-1])
+    words = shlex.split(text.split("; ")[-1])
     assert words[:3] == ["sudo", "systemd-run", "--unit=dapo"]
     assert "--setenv=LIBTPU_INIT_ARGS=--a=1 --b=2" in words
     assert "--setenv=RUN_URL=gs://my-bucket/first" in words
@@ -92,22 +90,16 @@ def test_dry_run_starts_the_loop_on_all_workers(tmp_path, slices):
         *("--distributed", "--config=configs/qwen2_5_32b.py", "--workdir=runs/first"),
         "--config.checkpoint.directory=gs://my-bucket/first/checkpoints",
         "--config.model.path=gs://my-bucket/inputs/Qwen2.5-7B",
-        *(["--config.mesh.slices=2"] if slices == 2 else []),
-        *("--config.seed=1", '--config.note=two words, a "quote"'),
+        *("--config.mesh.slices=2", "--config.seed=1", '--config.note=two words, a "quote"'),
     ]
 
 
-WORKER = ["storage.objectUser", "storage.legacyBucketReader", "logging.logWriter"]
-MINE = ["tpu.admin", "storage.objectUser", "iam.serviceAccountUser"]
-
-
-@pytest.mark.parametrize(
-    ("settings", "roles"), [({}, WORKER), ({"LAUNCHER": "user:a@b.c"}, WORKER + MINE)]
-)
-def test_dry_run_of_iam_grants_little(tmp_path, settings, roles):
+def test_dry_run_of_iam_grants_little(tmp_path):
     """It had no storage.buckets.get, without which Orbax saves nothing."""
-    text = "\n".join(map(" ".join, dry_run("tpu_vm.sh", "iam", tmp_path, **settings)))
-    assert sorted(re.findall(r"--role=roles/(\S+)", text)) == sorted(roles)
+    text = "\n".join(map(" ".join, dry_run("tpu_vm.sh", "iam", tmp_path, LAUNCHER="user:a@b.c")))
+    worker = ["storage.objectUser", "storage.legacyBucketReader", "logging.logWriter"]
+    mine = ["tpu.admin", "storage.objectUser", "iam.serviceAccountUser"]
+    assert sorted(re.findall(r"--role=roles/(\S+)", text)) == sorted(worker + mine)
 
 
 @pytest.mark.parametrize(
@@ -132,16 +124,13 @@ def test_a_jobset_has_the_hosts_of_its_slices_and_restarts(
 ):
     how = {"ACCELERATOR": accelerator, "TOPOLOGY": topology, "SLICES": slices, "SPOT": 1}
     how["CHIPS_PER_HOST"] = chips_per_host
-    result = launch("gke.sh", "render", tmp_path=tmp_path, **how)
-    assert result.stderr == ""
-    jobset = yaml.safe_load(result.stdout)
+    jobset = yaml.safe_load(launch("gke.sh", "render", tmp_path=tmp_path, **how).stdout)
     rules = [{"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}]
     assert jobset["spec"]["failurePolicy"] == {"maxRestarts": 50, "rules": rules}
     (replicated,) = jobset["spec"]["replicatedJobs"]
     job = replicated["template"]["spec"]
-    assert replicated["replicas"] == slices
+    assert (replicated["replicas"], job["backoffLimit"]) == (slices, 0)
     assert job["parallelism"] == job["completions"] == hosts
-    assert job["backoffLimit"] == 0
     (rule,) = job["podFailurePolicy"]["rules"]
     codes = rule["onExitCodes"]
     assert (rule["action"], codes["operator"]) == ("FailJob", "NotIn")
@@ -161,7 +150,7 @@ def test_a_jobset_has_the_hosts_of_its_slices_and_restarts(
 def fake(path, text):
     path.parent.mkdir(exist_ok=True)
     path.write_text(f"#!/usr/bin/env bash\n{text}\n")
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    path.chmod(0o755)
     return str(path)
 
 
@@ -170,8 +159,8 @@ def test_babysit_recreates_after_a_preemption_and_deletes_at_the_end(tmp_path, c
     """A fake gcloud gives a state a look; what babysit does, it writes down."""
     looks = ["", "PROVISIONING", "ACTIVE", "ACTIVE", "SUSPENDED", "", "ACTIVE", "ACTIVE", "ACTIVE"]
     runs = ["", "", "", "running", "running", "", "", "running", f"exited {code}"]
-    (tmp_path / "looks").write_text("\n".join(looks) + "\n")
-    (tmp_path / "runs").write_text("\n".join(runs) + "\n")
+    for name, lines in (("looks", looks), ("runs", runs)):
+        (tmp_path / name).write_text("\n".join([*lines, ""]))
     gcloud = f"""cd {tmp_path}
         next() {{ head -n 1 $1; sed -i 1d $1; }}
         case "$*" in
@@ -185,9 +174,8 @@ def test_babysit_recreates_after_a_preemption_and_deletes_at_the_end(tmp_path, c
     result = launch("tpu_vm.sh", "babysit", tmp_path=tmp_path, environment=how)
     assert result.returncode == code, result.stderr
     calls = (tmp_path / "calls").read_text().splitlines()
-    resources = [c.split()[3] for c in calls if c.startswith("compute")]
-    once = ["create", "ssh", "ssh", "delete"]
-    assert resources == once + once
+    done = [call.split()[3] for call in calls if call.startswith("compute")]
+    assert done == ["create", "ssh", "ssh", "delete"] * 2
 
 
 @pytest.fixture(autouse=True)
@@ -255,14 +243,13 @@ LIMITS = {"BACKOFF_SECONDS": "10", "BACKOFF_MAX_SECONDS": "50"}
 @pytest.mark.parametrize(
     ("training", "limits", "code", "starts", "sleeps"),
     [
-        ("kill -KILL $$", {"CRASH_LIMIT": "3"}, 137, 3, [10, 20]),
+        ("kill -KILL $$", {"CRASH_LIMIT": "2"}, 137, 2, [10]),
         ("exit 137", {"CRASH_LIMIT": "6"}, 137, 6, [10, 20, 40, 50, 50]),
         ("exit 75", {"LOST_LIMIT": "6"}, 75, 6, [10, 20, 40, 50]),
         (NTH + "((n % 2)) && exit 75 || exit 137", {"CRASH_LIMIT": "3"}, 137, 6, None),
         # After a healthy attempt the crashes are forgotten.
         (NTH + "((n == 5)) || exit 137", {"CRASH_LIMIT": "2", "HEALTHY_SECONDS": "0"}, 0, 5, None),
         ("exit 1", {}, 1, 1, []),
-        ("exit 2", {}, 2, 1, []),
         # Where Kubernetes restarts.
         ("exit 75", {"RESTART": "0"}, 75, 1, []),
         ("exit 75", {"RESTART": "0", "STOPPED_CODE": "143"}, 143, 1, []),

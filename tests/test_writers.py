@@ -39,7 +39,7 @@ class Kept:
 
 
 class Broken(Kept):
-    """Fails as a class attribute says."""
+    """One that may fail."""
 
 
 KEPT, BROKEN = f"{__name__}:Kept", f"{__name__}:Broken"
@@ -59,7 +59,7 @@ def given(names, workdir, resume_step, said) -> None:
         of_run(*call)
 
 
-@pytest.mark.parametrize("fails", ["", "begin", "step", "evaluation", "close"])
+@pytest.mark.parametrize("fails", ["begin", "step", "close"])
 def test_one_that_fails_is_said_once_and_the_others_get_all(tmp_path, monkeypatch, fails):
     monkeypatch.setattr(Kept, "made", [])
     monkeypatch.setattr(Broken, "fails", fails)
@@ -67,9 +67,6 @@ def test_one_that_fails_is_said_once_and_the_others_get_all(tmp_path, monkeypatc
     given([BROKEN, KEPT], tmp_path, 4, said.append)
     broken, kept = (one.given for one in Kept.made)
     assert kept == [("begin", 2, tmp_path.name, 4), *GIVEN]
-    if not fails:
-        assert broken == kept and said == []
-        return
     assert broken[-1][0] == fails  # it is given nothing more
     (line,) = said
     assert line.startswith(f"note: the writer '{BROKEN}' of log.writers failed and is left out")
