@@ -76,13 +76,10 @@ class Hub:
 
 def _told(name: str, sha: str, files: dict[str, bytes], what: str | None) -> bytes:
     """The repository's information, or its tree."""
+    answer = {"id": name, "sha": sha, "siblings": [{"rfilename": path} for path in files]}
     if what == "tree":
-        contents = (
-            {"path": path, "size": len(it), "oid": _digest(it)} for path, it in files.items()
-        )
-        return json.dumps([{"type": "file"} | it for it in contents]).encode()
-    answer = {"id": name, "modelId": name, "sha": sha, "private": False, "tags": []}
-    answer |= {"downloads": 0, "likes": 0, "siblings": [{"rfilename": path} for path in files]}
+        of_file = {path: {"size": len(it), "oid": _digest(it)} for path, it in files.items()}
+        answer = [{"type": "file", "path": path} | it for path, it in of_file.items()]
     return json.dumps(answer).encode()
 
 

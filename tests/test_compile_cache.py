@@ -6,6 +6,7 @@ import pathlib
 import subprocess
 import sys
 
+import jax
 import pytest
 from processes import ROOT
 from runs import rows_without_timings
@@ -14,11 +15,11 @@ from dapo_jax.process import compile_cache
 
 # A process says what it loaded and compiled, and where that lies.
 PROGRAM = """
-import json, sys, jax, jax.numpy as jnp
+import json, jax, jax.numpy as jnp
 from dapo_jax.process import compile_cache
 seen = []
 jax.monitoring.register_event_listener(lambda name, **_: seen.append(name.rpartition("/")[2]))
-compile_cache.enable(several="several" in sys.argv)
+compile_cache.enable(several=False)
 jax.jit(lambda x: jax.lax.sort(jnp.tanh(x @ x)).sum())(jnp.ones((8, 8)))
 folder = jax.config.jax_compilation_cache_dir
 print(json.dumps([seen.count("cache_hits"), seen.count("cache_misses"), folder]))
@@ -33,21 +34,24 @@ def ran_clean(*arguments, **more) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, *arguments], **how)
 
 
-def start(*arguments, **more):
+def start(cache):
     """(hits, misses, folder, what was said) of a process."""
-    done = ran_clean("-c", PROGRAM, *arguments, **more)
+    done = ran_clean("-c", PROGRAM, XDG_CACHE_HOME=str(cache))
     return *json.loads(done.stdout), done.stderr
 
 
 def test_the_next_start_loads_what_the_first_has_compiled(tmp_path):
-    hits, misses, folder, said = start(XDG_CACHE_HOME=str(tmp_path))
+    hits, misses, folder, said = start(tmp_path)
     assert hits == 0 and misses > 0 and said == ""
     assert pathlib.Path(folder) == tmp_path / "dapo_jax/programs" / compile_cache.machine()
-    assert start(XDG_CACHE_HOME=str(tmp_path)) == (misses, 0, folder, "")
+    assert start(tmp_path) == (misses, 0, folder, "")
 
 
-def test_several_hosts_have_no_default():
-    assert start("several", XDG_CACHE_HOME="/dev/null")[2] is None
+def test_the_environment_chooses_and_several_hosts_have_no_default(monkeypatch):
+    monkeypatch.setattr(jax.config, "update", lambda *_: pytest.fail("a folder is chosen"))
+    compile_cache.enable(several=False)  # conftest.py has chosen one
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    compile_cache.enable(several=True)
 
 
 def test_a_program_of_another_cpu_or_number_of_cores_lies_elsewhere(monkeypatch):
