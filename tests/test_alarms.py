@@ -100,7 +100,6 @@ def test_an_alarm_is_said_when_it_begins_and_then_now_and_then():
 
 
 def test_no_answers_from_the_start_is_the_template_and_later_the_policy():
-    """The only advice was to raise the cap on generation, which has nothing to do with it."""
     row = {"accuracy/mean": 0.0, "no_answer_fraction": 1.0, "groups/informative": 0}
     cut = row | {"response_tokens/truncated_fraction": 1.0}  # it was put down to the template too
     for rows, words in (
@@ -123,7 +122,6 @@ def test_no_answers_from_the_start_is_the_template_and_later_the_policy():
     ],
 )
 def test_the_advice_at_the_cap_is_of_the_cause(changes, words):
-    """At an accuracy of 100 % it was to raise the cap."""
     how = {"correct": False, "prediction": "5", "stopped": True} | changes
     one = types.SimpleNamespace(verdict=types.SimpleNamespace(**how), stopped=how["stopped"])
     rollouts = types.SimpleNamespace(sampled=[types.SimpleNamespace(responses=[one] * 4)])
@@ -137,7 +135,6 @@ def test_tools_that_are_no_longer_called_are_an_alarm():
 
 
 def test_a_run_stops_after_so_many_updates_left_out_in_a_row_over_steps_and_in_one():
-    """It went on to its last step with status 0, at an accuracy of 0."""
     steps = [[TAKEN, LEFT_OUT], [LEFT_OUT, LEFT_OUT], [TAKEN, TAKEN], [*[LEFT_OUT] * 3, TAKEN]]
     rows, _, why = run_of([{}] * 4, updates=steps)
     assert [row["updates_skipped_in_a_row"] for row in rows] == [1, 3, 0, 0]

@@ -105,7 +105,6 @@ def test_a_damaged_object_costs_one_checkpoint_and_is_kept(bucket, place):
 
 
 def test_a_denied_reading_damages_nothing(bucket, place):
-    """An expired account (401) was damage: twice denied, the good checkpoint was set aside."""
     url = f"{bucket.url}/{place}"
     saved(url, 1, 2)
     before = bucket.names(f"{place}/")
@@ -123,7 +122,6 @@ def test_a_denied_reading_damages_nothing(bucket, place):
 
 
 def test_a_missing_bucket_is_one_line(bucket):
-    """It was a traceback; and no bucket is made: a name with a typing error may be anybody's."""
     with pytest.raises(Exception) as raised:
         saved("gs://no-bucket/run", 1)
     line, code = failures.explain(raised.value)
@@ -134,7 +132,6 @@ def test_a_missing_bucket_is_one_line(bucket):
 
 @pytest.mark.parametrize("pattern", ["POST /upload.*_CHECKPOINT_METADATA", "POST /upload.*ocdbt"])
 def test_a_missing_right_is_one_line_with_its_name(bucket, place, pattern):
-    """It was a traceback of gcsfs's or TensorStore's."""
     fault = Fault(pattern, status=403, words=WORDS)
     with bucket.failing(fault), pytest.raises(Exception) as raised:
         saved(f"{bucket.url}/{place}", 1, 2, 3)
@@ -183,7 +180,6 @@ def test_a_model_and_a_tokenizer_are_read_from_a_bucket(bucket, place):
 
 
 def test_data_is_read_from_a_bucket(bucket, place, tmp_path):
-    """Every file of data in a bucket was said to be missing."""
     rows = [{"question": f"{i} + 1?", "solution": str(i + 1)} for i in range(3_000)]
     fields = {"prompt_field": "question", "answer_field": "solution"}
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")

@@ -82,10 +82,6 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path):
 
 @pytest.mark.parametrize("gone", ["moved", "a file"])
 def test_a_folder_that_is_gone_is_named_and_not_made_anew_in_silence(tmp_path, gone):
-    """Orbax made it again, and the run went on to status 0 without its earlier checkpoints.
-
-    In the middle of a save its error was of an array's metadata, or of a byte range.
-    """
     run, folder = Checkpoints(tmp_path / "checkpoints", keep=3), tmp_path / "checkpoints"
     run.save(1, TINY, {})
     folder.rename(tmp_path / "moved")
@@ -192,9 +188,7 @@ ANSWERS = [
 def test_a_storage_that_fails_for_a_while_costs_no_checkpoint(
     folder, monkeypatch, error, times, raised
 ):
-    """A 503 was taken for damage: the run went on from the one before, and the next save deleted
-    the newest checkpoint, which was good. The command ends, to be given again, and changes nothing.
-    """
+    """It is no damage: the command ends, to be given again, and changes nothing."""
     before, left, read = contents(folder), [error] * times, Checkpoints._restored
 
     def failing(self, *arguments):

@@ -92,7 +92,6 @@ def test_the_32b_config_builds_its_model_shardings_and_cache_without_devices():
 
 
 def test_every_key_beside_the_peers_names_exists():
-    """A row of configs/README.md named a key that was gone."""
     text = (ROOT / "configs" / "README.md").read_text(encoding="utf-8")
     table = text.split("|verl|TRL|here|\n|---|---|---|\n")[1].split("\n\n")[0]
     here = "".join(row.split("|")[3] for row in table.split("\n"))

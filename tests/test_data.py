@@ -291,7 +291,6 @@ def test_each_row_is_in_the_report(tmp_path, byte_tokenizer):
 
 
 def test_bad_rows_are_listed_by_their_reasons(lines):
-    """Thousands of GSM8K's rows were one line of 900 characters, and nothing named their kind."""
     rows = [{"question": f"{i}?", "answer": f"so #### {i}"} for i in range(7)]
     with pytest.raises(DataError) as refused:
         read(lines(*rows, b"broken", {"prompt": "x", "answer": None}))
@@ -301,7 +300,6 @@ def test_bad_rows_are_listed_by_their_reasons(lines):
 
 
 def test_repeated_prompts_are_counted(lines):
-    """verl's AIME file has each problem 32 times, for mean@32; here that was mean@1, in silence."""
     for times, said in (((32, 32), ["each prompt is there 32 times"]), ((3, 2), [])):
         rows = [{"prompt": f"{i}?", "answer": "1"} for i, n in enumerate(times) for _ in range(n)]
         examples, report = read(lines(*rows))
@@ -309,7 +307,6 @@ def test_repeated_prompts_are_counted(lines):
 
 
 def test_two_spellings_of_an_answer_are_no_conflict(lines):
-    """A problem that stood twice, with 1/2 and with 0.5, was dropped."""
     others = [{"prompt": "b", "answer": text} for text in "12"]
     source = lines(*map(answer, ("1/2", "0.5", r"\frac{2}{4}")), *others)
     for rules, kept, dropped in (("strict", ["1/2"], 2), ("strict_box", [], 5)):
@@ -336,7 +333,6 @@ def test_shards_are_read_in_the_order_of_their_names(tmp_path, lines, byte_token
 
 
 def test_an_answer_that_the_prompt_has_already_is_a_bad_row(lines):
-    """Files with whole conversations rewarded every response for the answer in the prompt."""
     turns = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "So\nAnswer: 2"}]
     for truth, message in (("2", "ends with an assistant's message that is right"), ("3", None)):
         source = lines({"prompt": turns, "answer": truth})

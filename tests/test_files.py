@@ -135,8 +135,6 @@ def test_the_commit_and_whether_files_differ_from_it(tmp_path):
 
 
 def test_an_evaluation_overwrites_neither_trainings_nor_anothers(tmp_path):
-    """`evaluate` wrote eval/60.json, which was training's, whatever it was told to sample."""
-
     def evaluated(**changes):
         config = tiny.get_config()
         config.eval.update(temperature=0.6, top_p=0.95, **changes)
@@ -156,7 +154,6 @@ def test_an_evaluation_overwrites_neither_trainings_nor_anothers(tmp_path):
 
 
 def test_evaluate_compares_the_policy_with_the_runs(monkeypatch):
-    """It loaded a run's weights into whatever model the command line described."""
     monkeypatch.chdir(ROOT)
     config = tiny.get_config()
     theirs = json.loads(config.to_json_best_effort())
@@ -170,10 +167,6 @@ def test_evaluate_compares_the_policy_with_the_runs(monkeypatch):
 
 
 def test_a_run_does_not_import_what_its_config_names(tmp_path, monkeypatch):
-    """A stranger's run executed its own file where `convert` or `sample` opened it.
-
-    config.json named it as the model's family, and the working directory is on Python's path.
-    """
     (tmp_path / "payload.py").write_text("import pathlib; pathlib.Path('run').touch()")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)

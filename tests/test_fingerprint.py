@@ -85,7 +85,6 @@ def test_a_fork_or_resumed_run_has_the_same_mixture(new, message):
 
 
 def test_the_tokenizers_files_belong_to_a_run(tmp_path):
-    """Other tokens ended the responses of a resumed run, those of generation_config.json."""
     name, found = "generation_config.json", []
     for content in "78":
         (tmp_path / name).write_text(content)
@@ -116,10 +115,7 @@ FILES = {
     ],
 )
 def test_custom_code_belongs_to_a_run(tmp_path, monkeypatch, settings, edited, refusal):
-    """A grader was edited between two starts, and the run went on with other rewards, in silence.
-
-    What a named file imports may change. A folder may have no __init__.py.
-    """
+    """What a named file imports may change. A folder may have no __init__.py."""
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -150,7 +146,6 @@ def test_extras_that_are_no_json_have_a_digest_that_is_the_same_each_time():
 
 
 def test_a_run_of_an_older_version_goes_on():
-    """It was refused for a key that is gone, and for one that is newer and has its default."""
     old = fingerprint_of()
     del old["recipe"]["alarms"]  # these may change
     old["recipe"]["rollout"]["gone"] = 0
@@ -161,7 +156,6 @@ def test_a_run_of_an_older_version_goes_on():
 
 
 def test_the_same_texts_as_other_tokens_are_another_runs():
-    """A template that writes the day, or another version of its library, went unnoticed."""
     a, b = (
         fingerprint.of_prompts([Prompt(np.array([1, last], np.int32), Example((), "", "", 0))])
         for last in (2, 3)
@@ -175,10 +169,6 @@ def test_the_same_texts_as_other_tokens_are_another_runs():
 
 
 def test_sets_in_another_order_are_another_stream():
-    """A fork with the same sets under other names went on, in a stream of another order.
-
-    The sets were compared in the order of their keys, but data.train's prompts come first.
-    """
     one, two = prompts(20), prompts(30)
     old, same = (fingerprint_of(train=one, mixture=[two], weights=(1.0, 1.0)) for _ in range(2))
     same["data"] = {f"data.mixture.{i}": it for i, it in enumerate(same["data"].values())}
@@ -189,7 +179,6 @@ def test_sets_in_another_order_are_another_stream():
 
 
 def test_processes_with_different_data_or_settings_are_refused(monkeypatch):
-    """Another training set on one of them went on, with a ratio gap of 0.14 as its only sign."""
     first = fingerprint_of()
     monkeypatch.setattr(fingerprint.hosts, "gather", lambda mine: [(first, {}), mine])
     fingerprint_of()

@@ -54,7 +54,6 @@ def fetched(path: str, key: str = "model.path") -> pathlib.Path:
 
 
 def test_a_model_is_downloaded_once_and_its_needed_files_alone(served, capsys):
-    """A hub name was "no such directory": every config of a published model had to be edited."""
     folder = fetched("someone/tiny")
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == MODEL
     assert {path.rpartition("/")[2] for path in served.downloads()} == set(MODEL)

@@ -95,7 +95,6 @@ def test_dry_run_starts_the_loop_on_all_workers(tmp_path):
 
 
 def test_dry_run_of_iam_grants_little(tmp_path):
-    """It had no storage.buckets.get, without which Orbax saves nothing."""
     text = "\n".join(map(" ".join, dry_run("tpu_vm.sh", "iam", tmp_path, LAUNCHER="user:a@b.c")))
     worker = ["storage.objectUser", "storage.legacyBucketReader", "logging.logWriter"]
     mine = ["tpu.admin", "storage.objectUser", "iam.serviceAccountUser"]
@@ -257,10 +256,8 @@ LIMITS = {"BACKOFF_SECONDS": "10", "BACKOFF_MAX_SECONDS": "50"}
     ],
 )
 def test_loop_backs_off_and_gives_up(tmp_path, training, limits, code, starts, sleeps):
-    """A worker whose peer is lost in each start-up went on at once, for ever.
+    """The first 75 is followed at once; at the end of a row of them `babysit` sets up all workers.
 
-    The first 75 is followed at once. Then the loop waits, and in the end says 75, for which
-    `babysit` sets up all workers again and deletes nothing: one of their loops may have ended.
     Crashes and lost peers have rows of their own. An error in the settings ends it.
     """
     loop = Loop(tmp_path, training)
@@ -280,7 +277,6 @@ while true; do sleep 0.05; done"""
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_stop_reaches_the_training_and_ends_the_loop(tmp_path, number):
-    """SIGHUP (a closed terminal) once ended the loop and left the training alone."""
     loop = Loop(tmp_path, SAVES)
     process = loop.start(RUN_URL="gs://bucket/run")
     wait_for(lambda: loop.lines("readies"), seconds=10)

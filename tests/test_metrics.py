@@ -209,7 +209,6 @@ def test_a_new_metric_is_one_row_of_the_table(tmp_path, capsys):
 
 
 def test_a_metric_that_is_no_number_is_refused_by_name(monkeypatch):
-    """A run with one went on to its end, where nothing could draw its rows."""
     row = Metric("mine", "", "Text.", lambda step: "abc")
     monkeypatch.setattr(metrics, "METRICS", [*METRICS, row])
     with pytest.raises(TypeError, match=r"metric 'mine' of step 12 is not a number: 'abc'"):

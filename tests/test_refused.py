@@ -163,7 +163,6 @@ def test_it_is_refused_in_one_line(refuses, given, words, monkeypatch):
     ],
 )
 def test_all_wrong_keys_and_types_of_a_config_file_are_named(tmp_path, lines, refusals):
-    """A misspelt key in a file was a traceback about None, a wrong type one without the key."""
     file = tmp_path / "mine.py"
     begin = "from configs import base, tiny\ndef get_config():\n    c = tiny.get_config()\n    "
     file.write_text(f"{begin}{lines}\n    return c\n")

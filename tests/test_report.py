@@ -101,7 +101,6 @@ def _sweep(folder, arms, seeds, planned):
 
 
 def test_runs_of_several_paths_are_told_apart(tmp_path):
-    """Runs of two folders of one name were one, and a folder called like an arm a seed of it."""
     sweep = _sweep(tmp_path / "sweep", {"a": 0.1}, [0], [0])
     one, other = (_written(tmp_path / name / "a") for name in ("x", "y"))
     (file := tmp_path / "z" / "a" / "rows.jsonl.gz").parent.mkdir(parents=True)
@@ -219,10 +218,6 @@ def test_arms_are_compared_on_the_seeds_they_share():
 
 
 def test_a_run_that_ended_early_is_not_the_end_of_its_arm():
-    """A seed that died at step 3 of 30 counted with the numbers of that step.
-
-    They were in the arm's mean, spread and paired interval, and nothing on the page said so.
-    """
     runs = {
         f"{arm}/seed_{seed}": _run(arm=arm, seed=seed, steps=steps, num_steps=30)
         for arm, of_seed in (("a", (30, 30, 30)), ("b", (30, 3, 30)))
@@ -240,7 +235,6 @@ def test_a_run_that_ended_early_is_not_the_end_of_its_arm():
 
 
 def test_a_fork_is_compared_with_its_parent_from_where_it_begins():
-    """One arm was averaged over ten steps, the other over one, between rows that are equal."""
     rows = [
         {"step": s, "sampled_tokens_total": 1_000 * (s + 1), "accuracy/mean": s / 40}
         for s in range(30)
@@ -256,8 +250,6 @@ def test_a_fork_is_compared_with_its_parent_from_where_it_begins():
 def test_the_command_prints_what_it_draws_and_leaves_each_runs_pictures_alone(
     tmp_path, monkeypatch, capsys
 ):
-    """A comparison replaced the first run's own."""
-
     def report(*arguments):
         monkeypatch.setattr("sys.argv", ["report", *map(str, arguments)])
         main()

@@ -66,7 +66,6 @@ def test_a_failed_save_is_raised_in_the_run(tmp_path):
 
 
 def test_what_a_process_ends_with_says_what_failed(tmp_path, monkeypatch):
-    """A peer's reset connection was told as "the storage does not answer for the moment"."""
     said = []
     monkeypatch.setattr(hosts, "end", lambda *line_and_status: said.append(line_and_status))
     run = snapshots(tmp_path, every_steps=1, of=Full)
@@ -118,7 +117,6 @@ def test_afterwards_signals_are_as_they_were_and_an_ignored_one_stays_so():
 
 
 def test_any_exception_saves_the_newest_snapshot(tmp_path):
-    """Nine steps were finished and five saved: only an OSError had the newest one saved."""
     with pytest.raises(KeyError), snapshots(tmp_path, every_steps=5) as run:
         for step in range(1, 10):
             take(run, step, STATE)
@@ -152,7 +150,6 @@ command.run(main)
 
 @pytest.mark.parametrize("failing", ["1", pytest.param("01", marks=pytest.mark.slow)])
 def test_whichever_process_raises_all_save_the_newest_snapshot(tmp_path, failing):
-    """An error of one of several processes ended the others at once, and lost finished steps."""
     with started(["-c", RAISES, str(tmp_path), failing], processes=2) as group:
         outputs = [process.communicate(timeout=60)[0] for process in group]
     assert [process.returncode for process in group] == [1, 1], outputs

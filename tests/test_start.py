@@ -95,7 +95,6 @@ def test_what_cannot_be_forked_is_refused_by_its_key(parent, tmp_path, settings,
 
 
 def test_processes_with_different_settings_are_refused_by_key(monkeypatch):
-    """One whose sizes are set did not wait where another chose them; evaluations did for ever."""
     other = json.loads(recipe(**{"rollout.cache_mib": 64}).to_json_best_effort())
     monkeypatch.setattr(starts.hosts, "gather", lambda config: [config, other])
     message = "process 1 differs from process 0: rollout.cache_mib is 64, but 3 on process 0"

@@ -33,10 +33,6 @@ def test_the_committed_result_is_what_the_committed_rows_give(name):
 
 
 def test_a_verdict_needs_both_tests():
-    """An arm was "confirmed" to be behind by a paired interval that was narrow by chance.
-
-    The scatter of all arms and the number of predictions did not count.
-    """
     for interval, p, said in (
         ((-1.0, -2.0, -0.5), 0.01, "confirmed"),
         ((1.0, 0.5, 2.0), 0.01, "refuted"),
@@ -93,7 +89,6 @@ def test_a_trend_over_arms_in_order():
 
 
 def test_what_is_not_the_studys_is_left_out_and_said():
-    """Rows of another config, of fewer steps and of no seed at all gave the same verdicts."""
     runs = _runs("ab", range(4), lambda arm, seed: seed + EPS_HIGH[arm])
     made = _study("ab", (Claim(ENTROPY, "b", +1, "a"),))
     text = study.result(made, runs)
@@ -117,7 +112,6 @@ def test_what_is_not_the_studys_is_left_out_and_said():
 
 
 def test_rows_are_added_to_those_of_other_seeds(tmp_path):
-    """A study of many hours is made a seed at a time; a sweep's rows replaced all others."""
     made, rows, sweep = _study("ab", seeds=range(2)), tmp_path / study.ROWS, tmp_path / "made"
     for seed in (1, 0):
         write_rows(sweep, _runs("ab", [seed], lambda *of: 1.0))

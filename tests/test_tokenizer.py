@@ -274,10 +274,7 @@ def test_qwen_vectors(qwen_folder):
     ],
 )
 def test_what_the_template_begins_of_an_answer(bpe_folder, tmp_path, changed, opening):
-    """A policy whose template writes <think> was never in a form that begins with it.
-
-    One that leaves answers out names no end: the header of the question stopped every response.
-    """
+    """A template that leaves answers out names no end, either."""
     template = CHATML
     for old, new in changed.items():
         assert old in template
@@ -290,7 +287,6 @@ def test_what_the_template_begins_of_an_answer(bpe_folder, tmp_path, changed, op
 
 
 def test_the_templates_arguments_are_given_to_it(bpe_folder, tmp_path, caplog):
-    """Qwen3 could be neither trained nor evaluated without thinking."""
     closed = "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
     folder = copy_of(bpe_folder, tmp_path, chat_template=CHATML + closed)
     for args, opening in (({}, ""), ({"enable_thinking": False}, "<think></think>")):
@@ -303,7 +299,6 @@ def test_the_templates_arguments_are_given_to_it(bpe_folder, tmp_path, caplog):
 
 
 def test_a_template_writes_the_day_that_is_set(bpe_folder, tmp_path):
-    """A run that was resumed after midnight went on with other prompts."""
     dated = "{% if strftime_now is defined %}{{ strftime_now( '%d %b %Y' ) }}{% endif %}" + CHATML
     found = copy_of(bpe_folder, tmp_path, chat_template=dated)
     tokenizer = load(found, chat="template", date="2024-02-29")
@@ -315,7 +310,6 @@ def test_a_template_writes_the_day_that_is_set(bpe_folder, tmp_path):
 
 
 def test_a_begun_answer_is_gone_on_from(bpe_folder, tmp_path):
-    """A prompt that ends with the assistant's first words was closed, and a second turn began."""
     tokenizer = load(copy_of(bpe_folder, tmp_path, chat_template=CHATML), chat="template")
     begun = [*user("6 * 7?"), {"role": "assistant", "content": "Let me think."}]
     ids = tokenizer.encode_chat(begun)

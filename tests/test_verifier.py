@@ -1,7 +1,6 @@
 """The rules that grade responses: parity with the reference, what "strict" mends, and hardness."""
 
 import contextlib
-import itertools
 import json
 import os
 import pathlib
@@ -120,9 +119,8 @@ So $a+b \geq \boxed{5}$.|$\boxed{5}\%$|-> \boxed{5}|\boxed{5}!|Step 2 --\boxed{5
 """
 # Behind a box, what is the same, and what is another.
 BOXED_UNITS = (
-    *((" hours", "5 hours", "5 minutes"), (r"\text{ km}$", r"5 \text{ km}", r"5 \text{ m}")),
-    *((" miles per hour.", "5 mph", "5 km/h"), (" square meters", "5 m^2", "5 m")),
-    ("$ in total", "5 cm", "6 in"),
+    *((" hours", "5 hours", "5 minutes"), (" miles per hour.", "5 mph", "5 km/h")),
+    *((" square meters", "5 m^2", "5 m"), ("$ in total", "5 cm", "6 in")),
 )
 SEVEN = r"Answer: \boxed{7}"
 MISSING = (
@@ -142,7 +140,7 @@ VERDICTS = [
     *(
         ("math_verify", rf"$\boxed{{5}}{unit}", truth, status)
         for unit, same, other in BOXED_UNITS
-        for truth, status in ((same, "correct"), ("5", "correct"), (other, "not"))
+        for truth, status in ((same, "correct"), (other, "not"))
     ),
     *((rules, *row) for rules in LOCAL_RULES for row in MISSING),
 ]
@@ -187,7 +185,7 @@ def test_wrong_answers_are_not_rewarded(rules, every, wrong_rewarded, right_refu
     assert (len(wrong), len(refused)) == (wrong_rewarded, right_refused), (wrong, refused)
 
 
-SAME_UNITS = r"""
+UNITS = r"""
 6 hours|6\text{ hrs}|6\text{ hr.};7 pounds|7\text{ lbs}|7\text{ lb};3 kg|3\text{ kgs}|3 kilograms
 ;7 mph|7\text{ miles per hour}|7\text{ miles/hour};2\text{ ft/sec}|2\text{ feet per second}
 ;7 km/h|7\text{ km/hr}|7\text{ kilometers per hour}|7\text{ kph}
@@ -205,7 +203,7 @@ UNITS = r"""
 
 @pytest.mark.parametrize("rules", ["strict", "math_verify"])
 @pytest.mark.parametrize("number", ["5", r"4.65 \times 10^{-5}"])
-def test_another_unit_is_refused_and_no_unit_or_another_spelling_is_not(rules, number):
+def test_another_unit_is_refused_and_no_unit_is_not(rules, number):
     units = [unit for line in UNITS.split("\n") for unit in line.split("|") if unit]
     same = [{" km", r"\mathrm{~km}"}, {" hours", " hr"}]
     pairs = [(one, other) for one in ("", *units) for other in units]
@@ -215,9 +213,21 @@ def test_another_unit_is_refused_and_no_unit_or_another_spelling_is_not(rules, n
     for pair, verdict in zip(pairs, verdicts, strict=True):
         agree = (not pair[0] and not (part_of_one and pair[1] == r"\%")) or pair[0] == pair[1]
         assert verdict.correct == (agree or {*pair} in same), pair
+
+
+SAME_UNITS = r"""
+6 hours|6\text{ hrs}|6\text{ hr.};7 pounds|7\text{ lbs}|7\text{ lb};3 kg|3\text{ kgs}|3 kilograms
+;7 mph|7\text{ miles per hour}|7\text{ miles/hour};2\text{ ft/sec}|2\text{ feet per second}
+;7 km/h|7\text{ km/hr}|7\text{ kilometers per hour}|7\text{ kph}
+;9 years|9\text{ years old}|9\text{ yrs};8\text{ cm}^3|8\text{ cc}|8\text{ cubic centimeters}
+"""
+
+
+def test_spellings_of_a_unit_are_the_same():
     for spellings in SAME_UNITS.replace("\n", "").split(";"):
-        for one, other in itertools.product(spellings.split("|"), repeat=2):
-            assert verify(f"Answer: {one}", other, rules=rules).correct, (one, other)
+        first, *others = spellings.split("|")
+        for other in others:
+            assert verify(f"Answer: {other}", first, rules="strict").correct, other
 
 
 # Hardness
@@ -329,7 +339,6 @@ def test_math_verify_agrees_with_the_golden_rows(shared):
 
 
 def test_an_answer_that_hangs_is_ended_once_and_the_others_go_on(lone, monkeypatch):
-    """Equal pairs are graded once, and numbers need no worker."""
     asked, ask, before = [], isolated.Worker.ask, lone.worker_pids()
 
     def noting(worker, request, cpu_seconds):
