@@ -64,8 +64,7 @@ def test_every_alarm_has_a_row_that_sets_it_off_alone(name, row, key):
 
 def test_a_step_without_an_update_has_no_entropy_and_sets_off_nothing_of_it():
     (row,), lines, (reason,) = run_of([{"updates": 0}], without=("entropy", "ratio_gap"))
-    assert not {"entropy", "ratio_gap", "entropy_first"} & row.keys()
-    assert not lines and not reason and row["alarms"] == 0
+    assert "entropy_first" not in row and row["alarms"] == 0 and not lines and not reason
 
 
 def test_entropy_is_compared_with_the_runs_first_step():
@@ -104,12 +103,11 @@ def test_no_answers_from_the_start_is_the_template_and_later_the_policy():
     cut = row | {"response_tokens/truncated_fraction": 1.0}  # it was put down to the template too
     for rows, words in (
         ([row, row], "data.train.template = ''"),
-        ([{}, {}, {}, row, row], "the policy has broken. Lower learner.learning_rate = 5e-05"),
-        ([{}, {}, {}, row, row], "a checkpoint before step 3"),
+        ([{}, {}, {}, row, row], "learning_rate = 5e-05 and begin with a checkpoint before step 3"),
         ([cut, cut], "100% of the responses are cut at rollout.max_response_tokens = 80"),
     ):
         _, (line,), _ = run_of(rows)
-        assert words in line and "generation" not in line
+        assert words in line
 
 
 @pytest.mark.parametrize(

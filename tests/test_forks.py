@@ -5,7 +5,6 @@ import pytest
 
 from configs import forks
 from dapo_jax.setup import components
-from dapo_jax.tasks.readers import DataError
 from experiments.forks_base import task as world
 from experiments.forks_base.task import KINDS, Forks, solution
 
@@ -15,11 +14,7 @@ MIXED = dict.fromkeys(KINDS, 1.0)
 def test_problems_are_repeatable_and_the_splits_apart():
     train, again = (Forks(count=400, seed=3, **MIXED).load()[0] for _ in range(2))
     test = Forks(count=400, seed=3, split="test", **MIXED).load()[0]
-    assert train == again
-    assert not {e.text for e in train} & {e.text for e in test}
-    assert {e.extra["kind"] for e in train} == set(KINDS)
-    with pytest.raises(DataError, match="none below 0, and one above it"):
-        Forks(count=3, road=-1.0, easy=2.0).load()
+    assert train == again and not {e.text for e in train} & {e.text for e in test}
 
 
 @pytest.mark.parametrize(
