@@ -47,9 +47,6 @@ def written(folder: pathlib.Path, rows=ROWS, *, first_step: int = 0) -> None:
         append_line(folder / "metrics.jsonl", row)
 
 
-# In this process.
-
-
 @pytest.mark.parametrize("seed", cases(1, 7))
 def test_a_write_that_fails_at_any_byte_leaves_whole_rows(seed, tmp_path):
     size, file, done = random.Random(seed).randrange(10, 3_000), tmp_path / "metrics.jsonl", []
@@ -100,13 +97,11 @@ def test_rows_that_are_cut_or_gone_are_missed_and_the_others_stay(seed, tmp_path
 
 @pytest.mark.parametrize("seed", cases(1, 7))
 def test_rows_that_are_newer_than_the_checkpoint_are_kept_in_copies(seed, tmp_path):
-    """Twice."""
     written(tmp_path)
     resume, file = random.Random(seed).randrange(len(ROWS) - 1), tmp_path / "metrics.jsonl"
     for name in ("metrics.cut-1.jsonl", "metrics.cut-2.jsonl"):
         (note,) = begin_rows(tmp_path, first_step=resume + 1)
-        assert name in note
-        assert read_rows(file) + read_rows(tmp_path / name) == ROWS
+        assert name in note and read_rows(file) + read_rows(tmp_path / name) == ROWS
         for row in ROWS[resume + 1 :]:
             append_line(file, row)
 
@@ -145,9 +140,6 @@ def test_of_several_starts_at_once_one_has_the_lock(count, tmp_path):
         for process in processes:
             if process.poll() is not None:
                 assert "belongs to a run that is going on" in process.stdout.read()
-
-
-# Real commands.
 
 
 @pytest.fixture(scope="module")

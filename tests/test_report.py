@@ -92,16 +92,16 @@ def test_summary_lines_compare_first_and_last():
 
 
 def _sweep(folder, arms, seeds, planned):
-    for arm, gain in arms.items():
+    for arm in arms:
         for seed in seeds:
-            _written(folder / arm / f"seed_{seed}", seed=seed, gain=gain)
+            _written(folder / arm / f"seed_{seed}", seed=seed)
     plan = {"arms": {arm: {} for arm in arms}, "seeds": planned}
     (folder / "sweep.json").write_text(json.dumps(plan))
     return folder
 
 
 def test_runs_of_several_paths_are_told_apart(tmp_path):
-    sweep = _sweep(tmp_path / "sweep", {"a": 0.1}, [0], [0])
+    sweep = _sweep(tmp_path / "sweep", "a", [0], [0])
     one, other = (_written(tmp_path / name / "a") for name in ("x", "y"))
     (file := tmp_path / "z" / "a" / "rows.jsonl.gz").parent.mkdir(parents=True)
     write_rows(file, {"a": _run()})
@@ -114,7 +114,7 @@ def test_runs_of_several_paths_are_told_apart(tmp_path):
 
 def test_a_sweep_and_its_rows_make_the_same_tables(tmp_path):
     """Runs without a step, and those that the plan lacks, are left out."""
-    sweep = _sweep(tmp_path / "sweep", {"b": 0.1, "a": 0.05}, [0, 1, 7], [0, 1, 2, 3])
+    sweep = _sweep(tmp_path / "sweep", "ba", [0, 1, 7], [0, 1, 2, 3])
     (sweep / "a" / "seed_2").mkdir()
     (sweep / "a" / "seed_2" / "metrics.jsonl").touch()
     runs = load([sweep])
