@@ -118,10 +118,6 @@ class Bucket:
         query = urllib.parse.urlencode({"uploadType": "media", "name": name})
         self.call("POST", f"/upload/storage/v1/b/{self.name}/o?{query}", content)
 
-    def contents(self, prefix: str = "") -> dict[str, bytes]:
-        """Reads all objects whose names begin so."""
-        return {name: self.read(name) for name in self.names(prefix)}
-
     def forward(self, method: str, path: str, headers: dict, body: bytes | None):
         """Passes a request on to the server; returns (status, headers, body)."""
         connection = http.client.HTTPConnection("127.0.0.1", self._server_port, timeout=60)

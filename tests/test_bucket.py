@@ -11,11 +11,10 @@ import json
 import re
 import signal
 
-import jax
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from bucket import Fault, bucket, flip, folders
+from bucket import Fault, bucket, folders
 from processes import ROOT, ran, started
 from states import assert_bitwise_equal, assert_restored, progress_at, restored, saved, state_at
 
@@ -88,20 +87,6 @@ def test_what_fails_now_and_then_is_asked_again_and_nothing_is_lost(bucket, plac
     with bucket.failing(*faults):
         assert_restored(restored(url), 3)
     assert [fault.met for fault in faults] == [1] * len(faults)
-
-
-def test_a_damaged_object_costs_one_checkpoint_and_is_kept(bucket, place):
-    url = f"{bucket.url}/{place}"
-    saved(url, 1, 2)
-    flip(bucket, f"{place}/2/state/")
-    damaged = bucket.contents(f"{place}/2/")
-    reports = []
-    assert_restored(restored(url, reports.append), 1)
-    assert len(reports) == 1 and reports[0].startswith(f"checkpoint 2 in {url} cannot be read (")
-    kept = bucket.contents(f"{place}/damaged.2.0/")
-    assert list(kept.values()) == list(damaged.values()) and not bucket.names(f"{place}/2/")
-    saved(url, 2)
-    assert_restored(restored(url), 2)
 
 
 def test_a_denied_reading_damages_nothing(bucket, place):
@@ -191,11 +176,3 @@ def test_data_is_read_from_a_bucket(bucket, place, tmp_path):
         assert theirs == ours and len(ours) == 3_000
     with pytest.raises(FileNotFoundError, match=r"No data file at 'gs://.*/no.jsonl'"):
         MathProblems(path=f"{bucket.url}/{place}/no.jsonl", **fields).load()
-
-
-def test_jax_keeps_programs_in_a_bucket(bucket, place):
-    """The launch scripts' requests work with the packages of requirements.txt."""
-    cache = jax._src.lru_cache.LRUCache(f"{bucket.url}/{place}", max_size=-1)
-    assert cache.get("key") is None
-    cache.put("key", b"program")
-    assert cache.get("key") == b"program" and bucket.names(place) == [f"{place}/key-cache"]

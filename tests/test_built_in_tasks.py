@@ -130,15 +130,10 @@ def test_the_guides_task_works_as_it_is_written(tmp_path, monkeypatch):
 HOSTILE = (
     *("", " \n", "Answer:", "\\boxed{}", "<answer></answer>"),
     "Answer: " + "(" * 10_000,
-    "Answer: 9" + "*9" * 90,
-    "Answer: " + "=" * 200,
     "Answer: \ud800 \x00 \u202e",
-    "Answer: __import__('os').abort()",
     "<answer>" * 30_000,
     "<think>" * 30_000 + "</think>" * 30_000,
-    "<answer>9**9**9**9</answer>",
     "<answer>" + "(" * 3_000 + "</answer>",
-    "<answer>\ud800\x00</answer>",
     "a" * 2_000_000,
 )
 TASKS = (COUNTDOWN, CHOICE, (FormatAnswer(path="", rules="strict"), example("2")))

@@ -15,9 +15,9 @@ import signal
 import subprocess
 
 import pytest
-from conftest import FULL, cases
+from conftest import cases
 from disturbed import has, refused, rows_of, training
-from processes import small_files, started, wait_for
+from processes import small_files, started
 from small_config import get_config
 
 from dapo_jax.checkpoints import fingerprint
@@ -129,17 +129,6 @@ def test_a_second_run_touches_nothing_and_a_killed_ones_lock_is_free(tmp_path, r
     with locked(tmp_path), atomic_file(tmp_path / "eval" / "3.json") as file:
         file.write(b"{}")
     assert [path.name for path in tmp_path.glob("eval/*")] == ["3.json"]
-
-
-@pytest.mark.parametrize("count", [3] if not FULL else [2, 3, 4])
-def test_of_several_starts_at_once_one_has_the_lock(count, tmp_path):
-    with contextlib.ExitStack() as stack:
-        how = ["-c", HOLD, str(tmp_path)]
-        processes = [stack.enter_context(started(how))[0] for _ in range(count)]
-        wait_for(lambda: sum(process.poll() is None for process in processes) == 1)
-        for process in processes:
-            if process.poll() is not None:
-                assert "belongs to a run that is going on" in process.stdout.read()
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """Metrics: one table for all uses; rows survive kills and resumes, text prints as it is."""
 
 import functools
-import gzip
 import json
 import math
 import re
@@ -13,14 +12,7 @@ from processes import ran
 
 from dapo_jax.logs import metrics
 from dapo_jax.logs.display import Display, evaluation_line
-from dapo_jax.logs.files import (
-    append_line,
-    append_log,
-    begin_rows,
-    json_line,
-    read_rows,
-    write_rollouts,
-)
+from dapo_jax.logs.files import append_line, append_log, begin_rows, json_line, read_rows
 from dapo_jax.logs.metrics import METRICS, Metric, Step, Stopwatch, score_metric, step_row
 from dapo_jax.printable import printable, printable_lines
 from dapo_jax.report import plots
@@ -54,20 +46,6 @@ def test_a_broken_line_elsewhere_is_named(tmp_path, broken):
     for read in (lambda: read_rows(path), lambda: begin_rows(tmp_path, first_step=1)):
         with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2"):
             read()
-
-
-def test_rollouts_are_equal_bytes_at_any_time_and_place(tmp_path, monkeypatch):
-    text = "你好 \ud800 [x]\n"
-    rows = [{"response": text, "reward": np.float32(-0.5), "tokens": [1, 2]}]
-    rows.append({"response": "", "reward": math.inf, "tokens": np.arange(3)})
-    first, second = tmp_path / "a" / "3.jsonl.gz", tmp_path / "b" / "other.gz"
-    write_rollouts(first, rows)
-    monkeypatch.setattr("time.time", lambda: 1.0)  # a gzip header has a time
-    write_rollouts(second, iter(rows))
-    assert first.read_bytes() == second.read_bytes()
-    with gzip.open(first, "rt") as file:
-        found = [tuple(json.loads(line).values()) for line in file]
-    assert found == [(text, -0.5, [1, 2]), ("", None, [0, 1, 2])]
 
 
 def test_a_stopwatch_adds_up_a_phase(monkeypatch):

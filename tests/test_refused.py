@@ -88,6 +88,8 @@ REFUSED = [
     (program, {CACHE: 1}, "= 1 does not hold .* 96 tokens and .* 80 on a device; 2 does"),
     (key, ("algo.eps_high", -0.1), FINITE),
     (key, ("algo.eps_high", 1e39), FINITE),
+    (key, ("learner.learning_rate", float("nan")), "but must be"),
+    (key, ("learner.learning_rate", 1e6), "but must be"),
     (key, ("learner.adam_eps", 1e-40), "but must be greater than 0, and finite in float32"),
     (key, ("rollout.top_p", 1.5), "but must be greater than 0, and at most 1"),
     (key, ("seed", 2**32), "but must be at least 0, and at most 4294967295"),

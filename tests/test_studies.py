@@ -8,9 +8,8 @@ import pytest
 from dapo_jax.report.compare import by_arm, last
 from dapo_jax.report.rows import read_rows_file, write_rows
 from dapo_jax.report.runs import Run
-from dapo_jax.report.statistics import Interval
 from experiments import study
-from experiments.study import Claim, Study, Trend, verdict
+from experiments.study import Claim, Study, Trend
 
 ENTROPY = last("entropy", "entropy", form="{:.3f}")
 NAMES = sorted(file.parent.name for file in study.HERE.glob("*/study.py"))
@@ -30,17 +29,6 @@ def test_the_committed_result_is_what_the_committed_rows_give(name):
     assert len(study.panels(made.drawn)) == len(made.drawn)
     for claim in (*made.claims, *made.post_hoc, *made.trends):
         assert claim.quantity in made.quantities
-
-
-def test_a_verdict_needs_both_tests():
-    for interval, p, said in (
-        ((-1.0, -2.0, -0.5), 0.01, "confirmed"),
-        ((1.0, 0.5, 2.0), 0.01, "refuted"),
-        ((-1.0, -2.0, -0.5), 0.06, "not significant"),
-        ((-1.0, -3.0, 1.0), 0.01, "not significant"),
-        ((-1.0, -2.0, -0.5), math.nan, "incomplete"),
-    ):
-        assert verdict(Claim(ENTROPY, "a", -1, "b"), Interval(*interval), p) == said
 
 
 EPS_HIGH = {"a": 0.2, "b": 0.3, "c": 0.4}

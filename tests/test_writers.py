@@ -1,5 +1,6 @@
 """Writers of one's own: what they are given, and that none of them ends a run."""
 
+import functools
 import importlib.machinery
 import sys
 import types
@@ -21,22 +22,15 @@ class Kept:
         self.made.append(self)
         self._take("begin", config["num_steps"], workdir.name, resume_step)
 
-    def step(self, row):
-        self._take("step", dict(row))
-
-    def evaluation(self, finished_steps, scores):
-        self._take("evaluation", finished_steps, dict(scores))
-
-    def samples(self, step, rows):
-        self._take("samples", step, rows)
-
-    def close(self):
-        self._take("close")
-
     def _take(self, name, *given):
         self.given.append((name, *given))
         if name == self.fails:
             raise OSError(f"no network at {name}")
+
+    step = functools.partialmethod(_take, "step")
+    evaluation = functools.partialmethod(_take, "evaluation")
+    samples = functools.partialmethod(_take, "samples")
+    close = functools.partialmethod(_take, "close")
 
 
 class Broken(Kept):
@@ -45,12 +39,8 @@ class Broken(Kept):
 
 KEPT, BROKEN = f"{__name__}:Kept", f"{__name__}:Broken"
 SCORES, ROW = {"eval/a/mean@8": 0.5}, {"step": 1, "entropy": 0.25}
-GIVEN = [
-    ("evaluation", 2, SCORES),
-    ("step", ROW),
-    ("samples", 1, [{"response": "4|2"}]),
-    ("close",),
-]
+SAMPLES = [{"response": "4|2"}]
+GIVEN = [("evaluation", 2, SCORES), ("step", ROW), ("samples", 1, SAMPLES), ("close",)]
 
 
 def given(names, workdir, resume_step, said) -> None:
