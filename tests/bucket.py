@@ -144,7 +144,8 @@ def _handler(bucket: Bucket):
                 super().handle()
 
         def pass_on(self):
-            body = self._body()
+            assert "Transfer-Encoding" not in self.headers
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             fault = bucket.fault_for(f"{self.command} {urllib.parse.unquote(self.path)}")
             if fault and fault.lost == "request":
                 return self._cut()
@@ -171,17 +172,6 @@ def _handler(bucket: Bucket):
             return None
 
         do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = do_HEAD = pass_on
-
-        def _body(self) -> bytes:
-            if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
-                return self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            parts = []
-            while size := int(self.rfile.readline().split(b";")[0], 16):
-                parts.append(self.rfile.read(size))
-                self.rfile.readline()
-            while self.rfile.readline().strip():
-                pass
-            return b"".join(parts)
 
         def _cut(self):
             self.close_connection = True

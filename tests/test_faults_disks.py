@@ -114,9 +114,8 @@ def holding(folder: pathlib.Path):
         yield process
 
 
-def test_a_second_run_touches_nothing_and_a_killed_ones_lock_is_free(tmp_path, record_property):
+def test_a_second_run_touches_nothing_and_a_killed_ones_lock_is_free(tmp_path):
     """Refused also while the first one is stopped. The killed one's half file is replaced."""
-    record_property("faults", 3)
     with holding(tmp_path) as process:
         for number in (signal.SIGSTOP, signal.SIGKILL):
             files = set(tmp_path.rglob("*"))
@@ -158,11 +157,8 @@ def disk(folder: pathlib.Path, mebibytes: float):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", cases(1, 6))
-def test_a_full_and_then_read_only_disk_ends_a_run_in_one_line(
-    seed, expected, tmp_path, record_property
-):
+def test_a_full_and_then_read_only_disk_ends_a_run_in_one_line(seed, expected, tmp_path):
     """Full at some point of the run, which needs 38 MiB; read-only where it is resumed."""
-    record_property("faults", 2)
     workdir = tmp_path / "disk" / "run"
     rows = workdir / "metrics.jsonl"
     with disk(tmp_path / "disk", 2 ** random.Random(seed).uniform(-6, 5)) as remount:
@@ -180,11 +176,8 @@ def test_a_full_and_then_read_only_disk_ends_a_run_in_one_line(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", cases(1, 4))
-def test_a_failed_write_and_then_a_moved_folder_end_a_run_in_one_line(
-    seed, expected, tmp_path, record_property
-):
+def test_a_failed_write_and_then_a_moved_folder_end_a_run_in_one_line(seed, expected, tmp_path):
     """A limit of the files' size, which any user may set; the folder goes on where it is back."""
-    record_property("faults", 2)
     workdir, limit = tmp_path / "run", int(2 ** random.Random(seed).uniform(9, 18))
     with contextlib.ExitStack() as stack:
         with small_files(limit):

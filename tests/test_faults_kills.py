@@ -64,11 +64,8 @@ def whole(tmp_path_factory, request):
     ],
     indirect=["whole"],
 )
-def test_a_killed_run_that_is_given_again_is_bitwise_that_of_no_kill(
-    seed, whole, tmp_path, record_property
-):
+def test_a_killed_run_that_is_given_again_is_bitwise_that_of_no_kill(seed, whole, tmp_path):
     """Rows (timings aside), all responses, the final state and the progress."""
-    record_property("faults", KILLS)
     flags, expected, start_seconds, step_seconds = whole
     moments, left = random.Random(seed), KILLS
     for number in itertools.count():  # a run may be done before all kills have come

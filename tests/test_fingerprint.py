@@ -3,6 +3,7 @@
 The whole start of a run with each kind of changed input is in test_faults_inputs.py.
 """
 
+import copy
 import json
 import sys
 import types
@@ -179,8 +180,13 @@ def test_sets_in_another_order_are_another_stream():
 
 
 def test_processes_with_different_data_or_settings_are_refused(monkeypatch):
-    first = fingerprint_of()
-    monkeypatch.setattr(fingerprint.hosts, "gather", lambda mine: [(first, {}), mine])
+    gathered = []
+
+    def gather(mine):
+        gathered.append(copy.deepcopy(mine))
+        return [gathered[0], mine]
+
+    monkeypatch.setattr(fingerprint.hosts, "gather", gather)
     fingerprint_of()
     for changes, found in (
         ({"train": prompts(20, r3="8")}, "data.train: its prompts differ"),

@@ -1,7 +1,6 @@
 """Metrics: one table for all uses; rows survive kills and resumes, text prints as it is."""
 
 import functools
-import json
 import math
 import re
 import types
