@@ -61,9 +61,6 @@ def complete_steps(bucket, place):
     return sorted(int(end[1]) for end in ends if end)
 
 
-# Checkpoints
-
-
 def test_what_fails_now_and_then_is_asked_again_and_nothing_is_lost(bucket, place):
     """The libraries' own retries do it: gcsfs's, TensorStore's and google-cloud-storage's."""
     url = f"{bucket.url}/{place}"
@@ -103,9 +100,6 @@ def test_a_denied_reading_damages_nothing(bucket, place):
     assert_restored(restored(url), 2)
 
 
-# Said in one line
-
-
 def test_a_missing_bucket_is_one_line(bucket):
     with pytest.raises(Exception) as raised:
         saved("gs://no-bucket/run", 1)
@@ -123,9 +117,6 @@ def test_a_missing_right_is_one_line_with_its_name(bucket, place, pattern):
     line, code = failures.explain(raised.value)
     assert "storage.objects.create access" in line and "give the right to read and write" in line
     assert "\n" not in line and failures.is_explained(raised.value) and code == 1 and fault.met
-
-
-# kill -9
 
 
 def test_a_run_killed_while_it_saves_ends_bitwise_as_one_that_is_not(bucket, place):
@@ -146,9 +137,6 @@ def test_a_run_killed_while_it_saves_ends_bitwise_as_one_that_is_not(bucket, pla
     assert said.splitlines()[-1] == "ends with {} {}".format(*state)
     # What the killed one left has gone.
     assert folders(bucket, place) == {str(steps - 1), str(steps)}
-
-
-# Models, data and programs
 
 
 def test_a_model_and_a_tokenizer_are_read_from_a_bucket(bucket, place):

@@ -68,8 +68,6 @@ def test_no_text_controls_a_terminal_and_what_is_no_share_is_no_percent():
     assert not score_metric("eval/b/task/loop_lines").higher_is_better
 
 
-# The table.
-
 SECONDS = {"rollout": 4.0, "update": 2.0, "reshard": 0.5, "total": 8.0}
 KEYS_OF_UPDATE = ("loss", "entropy", "mean_prob", "kl", "grad_norm", "ratio_gap", "routes/differ")
 CLIPPED = ("clip_fraction/high", "clip_fraction/low", "clip_fraction/dual")
@@ -190,9 +188,6 @@ def test_a_metric_that_is_no_number_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(metrics, "METRICS", [*METRICS, row])
     with pytest.raises(TypeError, match=r"metric 'mine' of step 12 is not a number: 'abc'"):
         step_row(_step())
-
-
-# The display.
 
 
 def _plain(run, capsys):

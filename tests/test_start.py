@@ -191,9 +191,6 @@ def test_a_path_may_be_written_in_another_way(one, other, same):
     assert fingerprint.config_differences(old, new) == found
 
 
-# algo.filter_groups
-
-
 def group(correct, lengths, scores=(None, None)) -> Group:
     verdicts = [Verdict(c, None, "", score) for c, score in zip(correct, scores, strict=True)]
     arrays = [(np.zeros(n), np.zeros(n), True, "") for n in lengths]

@@ -148,9 +148,6 @@ def test_what_a_task_must_not_load_is_named(loaded, message):
         load_examples(careless, "careless")
 
 
-# Evaluation sets
-
-
 SMALL = "--config=tests/small_config.py"
 
 

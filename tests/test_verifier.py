@@ -25,9 +25,6 @@ def _rows(path: pathlib.Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-# Parity with the reference
-
-
 @pytest.mark.parametrize(
     ("rules", "correct", "prediction", "deviation"),
     [
@@ -153,9 +150,6 @@ def test_each_rule_has_its_place_for_the_answer_and_compares_values(rules, respo
     assert status in ("not", verdict.status)
 
 
-# Answers beside the right one, and other spellings of it
-
-
 @pytest.mark.parametrize(
     ("rules", "every", "wrong_rewarded", "right_refused"),
     [
@@ -230,9 +224,6 @@ def test_spellings_of_a_unit_are_the_same():
             assert verify(f"Answer: {other}", first, rules="strict").correct, other
 
 
-# Hardness
-
-
 def _soup(generator: random.Random, alphabet: list[str], max_chars: int) -> str:
     text = generator.choice(["", "Answer: ", "x\nAnswer:", "**Answer:** $", r"\boxed{"])
     length = generator.randrange(max_chars)
@@ -287,8 +278,6 @@ def test_line_ends_burn_no_cpu():
         assert not verify("\n" * length, "5", rules="math_verify").correct
     assert time.process_time() - start < 1.0
 
-
-# Symbolic equivalence
 
 HANGS = "Answer: $(x+y+z+w)^{99}$"  # ten seconds of the library's time
 
