@@ -1,6 +1,6 @@
 """Whose run a checkpoint is: what differs is refused by its key, or said.
 
-The whole start of a run with each kind of changed input is in test_faults_inputs.py.
+That a start refuses another run, and changes nothing, is in test_start.py.
 """
 
 import copy
@@ -85,12 +85,21 @@ def test_a_fork_or_resumed_run_has_the_same_mixture(new, message):
     fingerprint.require_parent(old, fingerprint_of(**TWO | {"weights": (2.0, 4.0)}), "checkpoint 5")
 
 
-def test_the_tokenizers_files_belong_to_a_run(tmp_path):
-    name, found = "generation_config.json", []
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("tokenizer.path", "generation_config.json"),
+        ("model.path", "model.safetensors"),
+        ("model.path", "config.json"),
+    ],
+)
+def test_the_files_of_tokenizer_and_model_belong_to_a_run(tmp_path, key, name):
+    (tmp_path / "config.json").write_text("{}")
+    found = []
     for content in "78":
         (tmp_path / name).write_text(content)
-        found.append(fingerprint_of(**{"tokenizer.path": str(tmp_path)}))
-    with pytest.raises(ValueError, match=f"tokenizer.path: {name} differs"):
+        found.append(fingerprint_of(**{key: str(tmp_path)}))
+    with pytest.raises(ValueError, match=f"{key}: {name} differs"):
         said_of(*found)
 
 

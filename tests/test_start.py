@@ -16,7 +16,7 @@ from dapo_jax import algorithm, train
 from dapo_jax.checkpoints import fingerprint
 from dapo_jax.checkpoints.fingerprint import Parent
 from dapo_jax.checkpoints.store import DamagedError
-from dapo_jax.logs.files import read_starts
+from dapo_jax.logs.files import LOCK, read_starts
 from dapo_jax.report.runs import load_run
 from dapo_jax.setup import components, dry_run, policy
 from dapo_jax.setup import start as starts
@@ -92,6 +92,24 @@ def test_what_cannot_be_forked_is_refused_by_its_key(parent, tmp_path, settings,
     assert contents(parent) == before
     # The start of the refused one would have been what the next begins with.
     assert not (tmp_path / "new" / "config.json").exists()
+
+
+def test_another_run_is_refused_by_its_key_and_changes_nothing(parent, tmp_path):
+    def kept():
+        return {name: it for name, it in contents(parent).items() if not name.endswith(LOCK)}
+
+    before, saved = kept(), {"checkpoint.directory": str(parent / "checkpoints")}
+    for workdir, settings, message in (
+        (parent, {"algo.eps_high": 0.24}, "another config: algo.eps_high is 0.24, but was 0.28"),
+        (parent, {"num_steps": 2}, "num_steps = 2, but the run in .* has finished 3 steps"),
+        (parent, {"checkpoint.directory": str(tmp_path)}, "3 finished steps, but .* no checkpoint"),
+        # Another --workdir has no config.json to compare with.
+        (tmp_path, saved | {"seed": 7}, "of another run.* seed is 7, but was 0"),
+        (tmp_path, saved | {"data.train.seed": 2}, "of another run.* data.train has 200 prompts"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            start(recipe(**settings), workdir, None)
+        assert kept() == before
 
 
 def test_processes_with_different_settings_are_refused_by_key(monkeypatch):
