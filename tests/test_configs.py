@@ -71,7 +71,6 @@ def test_the_32b_config_builds_its_model_shardings_and_cache_without_devices():
     checks.check(config)
     policy = components.programs(config, vocab_size=151_665)
     state = policy.state
-    assert sum(leaf.size for leaf in jax.tree.leaves(state.params)) == 32_763_876_352
     leaves = jax.tree.leaves(state)
     sharded = sum(x.size for x in leaves if x.sharding.shard_shape(x.shape) != x.shape)
     assert sharded / sum(x.size for x in leaves) > 0.999

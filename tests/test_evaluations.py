@@ -6,8 +6,6 @@ from ml_collections import ConfigDict
 
 from configs import base, tiny
 from dapo_jax import sample
-from dapo_jax.evaluation import settings_of
-from dapo_jax.logs import record
 from dapo_jax.setup import checks, components
 
 
@@ -37,16 +35,6 @@ def test_the_commands_own_flags_are_keys_of_its_config(tmp_path):
     assert (own.mesh.slices, own.eval.top_p, own.eval.top_k) == (4, 0.3, 20)
     assert "a" in own.eval.sets
     assert own.tokenizer.chat_args.effort == "low"
-
-
-def test_another_model_or_tokenizer_has_files_of_its_own():
-    """One --workdir for two models: the second must not overwrite the first's results."""
-    config, labels = tiny.get_config(), set()
-    for changes in ({}, {"model.path": "another"}, {"tokenizer.chat": "template"}):
-        config.update_from_flattened_dict(changes)
-        (settings,) = settings_of(config, of_model=True).values()
-        labels.add(record.settings_label(settings))
-    assert len(labels) == 3
 
 
 def test_temperature_0_is_greedy():

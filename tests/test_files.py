@@ -137,20 +137,22 @@ def test_the_commit_and_whether_files_differ_from_it(tmp_path):
 def test_an_evaluation_overwrites_neither_trainings_nor_anothers(tmp_path):
     def evaluated(**changes):
         config = tiny.get_config()
-        config.eval.update(temperature=0.6, top_p=0.95, **changes)
-        scores = {"arithmetic": {"mean@8": 0.5}}
-        return record.write_own_results(tmp_path, 60, scores, settings_of(config))
+        config.update_from_flattened_dict({"eval.temperature": 0.6, "eval.top_p": 0.95} | changes)
+        settings, scores = settings_of(config, of_model=True), {"arithmetic": {"mean@8": 0.5}}
+        return record.write_own_results(tmp_path, 60, scores, settings)
 
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
     trainings = {"step": 60, "sets": {"arithmetic": {"mean@8": 0.25}}}
     record.files.write_json(tmp_path / "eval" / "60.json", trainings)
-    (one,), (other,) = evaluated(), evaluated(max_prompts=16)
+    (one,), (other,) = evaluated(), evaluated(**{"eval.max_prompts": 16})
     assert evaluated() == [one]  # the same one again
+    for changes in ({"model.path": "another"}, {"tokenizer.chat": "template"}):
+        assert evaluated(**changes) != [one]
     assert one.name.startswith("60.arithmetic.t0.6_p0.95_k8_dapo_s0.")
     assert other.name.startswith("60.arithmetic.t0.6_p0.95_k8_n16_dapo_s0.")
     (tmp_path / "eval" / "notes.json").write_text("[]")  # somebody's own
     found = load_run(tmp_path).evaluations
-    assert len(found) == 3 and found["arithmetic", "mean@8"] == {60: 0.25}
+    assert len(found) == 5 and found["arithmetic", "mean@8"] == {60: 0.25}
 
 
 def test_evaluate_compares_the_policy_with_the_runs(monkeypatch):
