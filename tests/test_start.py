@@ -173,8 +173,10 @@ def test_a_run_keeps_the_day_of_its_first_start(tmp_path, monkeypatch):
     for saved, kept in (({"date": "2024-02-29"}, "2024-02-29"), ({}, "")):
         (tmp_path / "config.json").write_text(json.dumps({"tokenizer": saved}))
         assert fingerprint.day_of(tmp_path) == kept
-    monkeypatch.setattr(starts, "plan", lambda config, read, fit, training: read.keywords["begun"])
-    assert starts.plan_training(recipe(), tmp_path / "fork", Parent(tmp_path, 2)) == tmp_path
+    found = types.SimpleNamespace
+    monkeypatch.setattr(starts, "plan", lambda config, read, fit, training: found(**locals()))
+    planned = starts.plan_training(recipe(), tmp_path / "fork", Parent(tmp_path, 2))
+    assert planned.read.keywords["begun"] == tmp_path
 
 
 def test_a_fork_needs_a_run(tmp_path):
