@@ -49,17 +49,9 @@ def test_rules_equal_the_reference_on_every_golden_row(
 
 # A response, the truth, and the verdict, by rules.
 PLACES = {
-    "dapo": (
-        ("Answer: 7\n" + "z" * 290, "correct"),
-        ("Answer: 7\n" + "z" * 293, "no_answer"),
-        ("Answer: $ $", "empty_answer"),
-    ),
     "strict_box": (
-        (r"\boxed{6} no \boxed{7}.", "correct"),
         (r"\boxed{7}" + "y" * 91, "correct"),
         (r"\boxed{7}" + "y" * 92, "no_answer"),
-        (r"\boxed{7", "no_answer"),
-        (r"\boxed{ }", "empty_answer"),
     ),
     "strict": (
         ("Answer:\n\\[\n7\n\\]", "correct"),
