@@ -105,7 +105,6 @@ class Bucket:
         return content
 
     def names(self, prefix: str = "") -> list[str]:
-        """Lists the objects whose names begin so."""
         query = urllib.parse.urlencode({"prefix": prefix})
         found = json.loads(self.call("GET", f"/storage/v1/b/{self.name}/o?{query}"))
         return sorted(item["name"] for item in found.get("items", ()))

@@ -43,7 +43,6 @@ class Hub:
         self.url = ""
 
     def repo(self, name: str, kind: str = "model", token: str = "") -> Repo:
-        """Makes a repository."""
         return self.repos.setdefault((kind, name), Repo(token))
 
     def downloads(self) -> list[str]:
@@ -75,7 +74,6 @@ class Hub:
 
 
 def _told(name: str, sha: str, files: dict[str, bytes], what: str | None) -> bytes:
-    """The repository's information, or its tree."""
     answer = {"id": name, "sha": sha, "siblings": [{"rfilename": path} for path in files]}
     if what == "tree":
         of_file = {path: {"size": len(it), "oid": _digest(it)} for path, it in files.items()}
@@ -115,7 +113,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def serving() -> Iterator[Hub]:
-    """Serves a hub on a port of this machine."""
     hub = Hub()
     handler = type("Handler", (_Handler,), {"hub": hub})
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:

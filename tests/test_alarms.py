@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from configs import tiny
-from dapo_jax.logs.alarms import REPEAT_STEPS, Alarms, cap_advice
+from dapo_jax.logs.alarms import REPEAT_STEPS, Alarms
 
 # A step of the main job.
 HEALTHY = {
@@ -108,22 +108,6 @@ def test_no_answers_from_the_start_is_the_template_and_later_the_policy():
     ):
         _, (line,), _ = run_of(rows)
         assert words in line
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({}, "Raise rollout.max_generation_batches"),
-        ({"correct": True}, "start anew with harder ones"),
-        ({"stopped": False}, "100% of the responses are cut at rollout.max_response_tokens = 80"),
-        ({"prediction": None}, "100% of the responses have no answer"),
-    ],
-)
-def test_the_advice_at_the_cap_is_of_the_cause(changes, words):
-    how = {"correct": False, "prediction": "5", "stopped": True} | changes
-    one = types.SimpleNamespace(verdict=types.SimpleNamespace(**how), stopped=how["stopped"])
-    rollouts = types.SimpleNamespace(sampled=[types.SimpleNamespace(responses=[one] * 4)])
-    assert words in cap_advice(tiny.get_config(), rollouts)
 
 
 def test_tools_that_are_no_longer_called_are_an_alarm():

@@ -56,7 +56,6 @@ def place(bucket, request):
 
 
 def complete_steps(bucket, place):
-    """The steps of the checkpoints that are complete."""
     ends = (re.fullmatch(rf"{place}/(\d+)/commit_success.txt", it) for it in bucket.names(place))
     return sorted(int(end[1]) for end in ends if end)
 

@@ -93,7 +93,6 @@ def test_a_folder_that_is_gone_is_named_and_not_made_anew_in_silence(tmp_path, g
 
 
 def largest_file(folder: pathlib.Path) -> pathlib.Path:
-    """Finds the file with the arrays' values."""
     return max(folder.rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
 
 

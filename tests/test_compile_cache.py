@@ -9,7 +9,6 @@ import sys
 import jax
 import pytest
 from processes import ROOT
-from runs import rows_without_timings
 
 from dapo_jax.process import compile_cache
 
@@ -26,17 +25,12 @@ print(json.dumps([seen.count("cache_hits"), seen.count("cache_misses"), folder])
 """
 
 
-def ran_clean(*arguments, **more) -> subprocess.CompletedProcess:
-    """Runs `python ARGUMENTS` without a choice of the cache in the environment, but for `more`."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XDG_CACHE", "XLA_"))}
-    env = kept | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"} | more
-    how = {"env": env, "cwd": ROOT, "check": True, "capture_output": True, "text": True}
-    return subprocess.run([sys.executable, *arguments], **how)
-
-
 def start(cache):
-    """(hits, misses, folder, what was said) of a process."""
-    done = ran_clean("-c", PROGRAM, XDG_CACHE_HOME=str(cache))
+    """(hits, misses, folder, what was said) of a process for which the environment chooses none."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XDG_CACHE", "XLA_"))}
+    env = kept | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(cache)}
+    how = {"env": env, "cwd": ROOT, "check": True, "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], **how)
     return *json.loads(done.stdout), done.stderr
 
 
@@ -65,18 +59,3 @@ def test_a_program_of_another_cpu_or_number_of_cores_lies_elsewhere(monkeypatch)
     assert len(names) == 4
     monkeypatch.setattr(pathlib.Path, "read_text", lambda _: text.replace("MHz : 1", "MHz : 2"))
     assert compile_cache.machine() in names
-
-
-@pytest.mark.slow
-def test_a_run_with_loaded_programs_has_the_rows_of_one_with_fresh_ones(tmp_path):
-    def rows(name):
-        flags = (f"--workdir={tmp_path / name}", "--config.num_steps=2")
-        command = ("-m", "dapo_jax.train", "--config=tests/small_config.py", *flags)
-        ran_clean(*command, XDG_CACHE_HOME=str(tmp_path / "cache"))
-        return rows_without_timings(tmp_path / name)
-
-    fresh = rows("on_policy")
-    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*-cache")}
-    assert len(fresh) == 2 and any("jit_update" in path.name for path in kept)
-    assert rows("loaded") == fresh
-    assert kept == {p: p.stat().st_mtime_ns for p in (tmp_path / "cache").rglob("*-cache")}

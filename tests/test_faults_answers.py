@@ -44,7 +44,6 @@ def soup(rng: random.Random) -> str:
 
 
 def bomb(rng: random.Random) -> str:
-    """Makes a short text that stands for much work."""
     n, m = rng.randrange(2, 99), rng.randrange(10**4, 10**9)
     bombs = (
         *(f"{n}^{{{n}^{{{n}^{{{n}}}}}}}", f"{n}**{n}**{n}**{n}", f"(x+y+z+{n})^{{{n}}}", f"{m}!"),

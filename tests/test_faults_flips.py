@@ -22,7 +22,6 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> pathlib.Path:
-    """Two checkpoints."""
     folder = tmp_path_factory.mktemp("saved")
     saved(folder, 1, 2).close()
     return folder

@@ -56,12 +56,10 @@ class Case:
 
     @property
     def loses_one(self) -> bool:
-        """Returns whether the other processes lose one in silence."""
         return self.what in ("SIGKILL", "SIGSTOP", "SIGINT twice")
 
     @property
     def statuses(self) -> list[set[int]]:
-        """The statuses with which the processes may end."""
         others = {hosts.RETRYABLE, -signal.SIGABRT} if self.loses_one else {hosts.RETRYABLE}
         all_of_them = [{1} if self.what == "error" else others] * self.processes
         own = {"SIGKILL": -signal.SIGKILL, "SIGINT twice": 128 + signal.SIGINT}

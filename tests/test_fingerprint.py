@@ -47,7 +47,6 @@ def fingerprint_of(train=None, held_out=None, mixture=(), weights=(1.0,), **sett
 
 
 def said_of(new: dict, old: dict | None = None) -> list[str]:
-    """Returns what is reported where the new run may go on."""
     reports = []
     fingerprint.require_same(old or fingerprint_of(), new, "checkpoint 5 in DIR", reports.append)
     return reports

@@ -206,7 +206,6 @@ class Loop:
         return process
 
     def run(self, *flags, **environment):
-        """(status, output)"""
         process = self.start(*flags, **environment)
         output, _ = process.communicate(timeout=20)
         return process.returncode, output

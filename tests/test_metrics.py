@@ -78,7 +78,6 @@ LATE = WRONG._replace(status="timeout")
 
 
 def _group(cursor, lengths, verdicts, *, stopped=True):
-    """A group of graded responses of these lengths."""
     responses = [
         Response(np.zeros(n, np.int32), np.zeros(n, np.float32), stopped, "", verdict)
         for n, verdict in zip(lengths, verdicts, strict=True)
@@ -87,7 +86,6 @@ def _group(cursor, lengths, verdicts, *, stopped=True):
 
 
 def _update(value, *, taken=True, **others):
-    """An update's metrics, all of the same value."""
     values = dict.fromkeys((*KEYS_OF_UPDATE, *CLIPPED), np.float32(value))
     return values | {"taken": taken, **others}
 

@@ -36,7 +36,6 @@ def _run(*, seed=0, arm="", steps=4, gain=0.1, **config):
 
 
 def _written(workdir, **settings):
-    """The directory of a run."""
     run = _run(**settings)
     (workdir / "eval").mkdir(parents=True)
     (workdir / "metrics.jsonl").write_bytes(b"".join(map(json_line, run.rows)))
@@ -126,7 +125,6 @@ def test_a_sweep_and_its_rows_make_the_same_tables(tmp_path):
 
 
 def _lines(figure, title):
-    """The lines of the panel with this title."""
     (panel,) = [ax for ax in figure.axes if ax.get_title(loc="left") == title]
     return panel.lines
 

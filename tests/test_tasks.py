@@ -80,7 +80,6 @@ def test_a_tasks_score_is_the_reward_and_filtering_knows_correctness_alone():
 
 
 def grading(verdict_of):
-    """A task that grades a response by this function."""
     return type("Mine", (), {"grade": lambda self, response, example: verdict_of(response)})()
 
 
@@ -152,7 +151,6 @@ SMALL = "--config=tests/small_config.py"
 
 
 def run(command, workdir, *flags):
-    """Runs a command on the small config."""
     flags = (f"--config.{flag}" for flag in ("mesh.cpu_devices=1", *flags))
     command = ("-m", f"dapo_jax.{command}", SMALL, f"--workdir={workdir}", *flags)
     return ran(*command, PYTHONPATH=f"{ROOT}:{OUTSIDE}").stdout

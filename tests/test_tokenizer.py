@@ -90,7 +90,6 @@ def test_stop_tokens_are_chosen_by_text_in_order_and_once(bpe_folder):
 
 
 def copy_of(folder, to, **config):
-    """A copy of a tokenizer's directory, with other values in its tokenizer_config.json."""
     for file in folder.iterdir():
         (to / file.name).write_bytes(file.read_bytes())
     content = json.loads((folder / "tokenizer_config.json").read_text()) | config

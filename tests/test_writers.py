@@ -44,7 +44,6 @@ GIVEN = [("evaluation", 2, SCORES), ("step", ROW), ("samples", 1, SAMPLES), ("cl
 
 
 def given(names, workdir, resume_step, said) -> None:
-    """Gives writers all that a step of a run has."""
     of_run = writers.Writers(names, {"num_steps": 2}, workdir, resume_step, said)
     for call in GIVEN:
         of_run(*call)
