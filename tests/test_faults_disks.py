@@ -6,7 +6,6 @@ each: in the end the rows have to be those of an undisturbed run.
 """
 
 import contextlib
-import json
 import os
 import pathlib
 import random
@@ -18,9 +17,7 @@ import pytest
 from conftest import cases
 from disturbed import has, refused, rows_of, training
 from processes import small_files, started
-from small_config import get_config
 
-from dapo_jax.checkpoints import fingerprint
 from dapo_jax.logs.files import LOCK, append_line, atomic_file, begin_rows, locked, read_rows
 from dapo_jax.process import failures
 
@@ -64,19 +61,6 @@ def test_a_write_that_fails_at_any_byte_leaves_whole_rows(seed, tmp_path):
     assert not [path for path in tmp_path.rglob("*") if path.suffix == ".tmp"]
     written(tmp_path, ROWS[len(rows) :], first_step=len(rows))
     assert read_rows(file) == ROWS
-
-
-@pytest.mark.parametrize("seed", cases(2, 7))
-def test_a_config_that_ends_at_any_byte_is_refused_by_name(seed, tmp_path):
-    config, file = get_config(), tmp_path / "config.json"
-    text = json.dumps(json.loads(config.to_json_best_effort()), indent=1)
-    cut = text[: random.Random(seed).randrange(len(text)) if seed else 0]
-    file.write_text(cut)
-    with pytest.raises(ValueError) as raised:
-        fingerprint.require_same_config(config, tmp_path)
-    line, status = failures.explain(raised.value)
-    assert str(file) in line and "\n" not in line and status == 1
-    assert file.read_text() == cut
 
 
 @pytest.mark.parametrize("seed", cases(2, 7))
