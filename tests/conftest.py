@@ -1,6 +1,5 @@
 """Four fake CPU devices and one compilation cache for every test; the folder of golden data."""
 
-import collections
 import os
 import pathlib
 import signal
@@ -33,26 +32,6 @@ FULL = os.environ.get("FAULTS") == "full"  # as many faults as `make faults` inj
 def cases(short: int, full: int) -> range:
     """Numbers the faults of a test marked `faults`; a number is the seed of what is injected."""
     return range(full if FULL else short)
-
-
-def pytest_collection_modifyitems(items):
-    """Says that a test marked `faults` injects one; it may record another number."""
-    for item in items:
-        if item.get_closest_marker("faults"):
-            item.user_properties.append(("faults", 1))
-
-
-def pytest_terminal_summary(terminalreporter):
-    """Prints how many faults each file of tests injected, and how many were survived."""
-    injected, survived = collections.Counter(), collections.Counter()
-    for outcome in ("passed", "failed"):
-        for report in terminalreporter.getreports(outcome):
-            count = dict(report.user_properties).get("faults")
-            if count and report.when == "call":
-                injected[report.location[0]] += count
-                survived[report.location[0]] += count * (outcome == "passed")
-    for file, count in injected.items():
-        terminalreporter.write_line(f"{file}: {survived[file]:,} of {count:,} faults survived")
 
 
 @pytest.fixture(scope="session")

@@ -43,7 +43,6 @@ class Hub:
         self.url = ""
 
     def repo(self, name: str, kind: str = "model", token: str = "") -> Repo:
-        """Makes a repository."""
         return self.repos.setdefault((kind, name), Repo(token))
 
     def downloads(self) -> list[str]:
@@ -75,14 +74,10 @@ class Hub:
 
 
 def _told(name: str, sha: str, files: dict[str, bytes], what: str | None) -> bytes:
-    """The repository's information, or its tree."""
+    answer = {"id": name, "sha": sha, "siblings": [{"rfilename": path} for path in files]}
     if what == "tree":
-        contents = (
-            {"path": path, "size": len(it), "oid": _digest(it)} for path, it in files.items()
-        )
-        return json.dumps([{"type": "file"} | it for it in contents]).encode()
-    answer = {"id": name, "modelId": name, "sha": sha, "private": False, "tags": []}
-    answer |= {"downloads": 0, "likes": 0, "siblings": [{"rfilename": path} for path in files]}
+        of_file = {path: {"size": len(it), "oid": _digest(it)} for path, it in files.items()}
+        answer = [{"type": "file", "path": path} | it for path, it in of_file.items()]
     return json.dumps(answer).encode()
 
 
@@ -118,7 +113,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def serving() -> Iterator[Hub]:
-    """Serves a hub on a port of this machine."""
     hub = Hub()
     handler = type("Handler", (_Handler,), {"hub": hub})
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:

@@ -27,7 +27,6 @@ def free_port() -> int:
 
 
 def wait_for(ready: Callable[[], bool], *, seconds: float = 120) -> None:
-    """Waits until it is ready."""
     until = time.monotonic() + seconds
     while not ready():
         assert time.monotonic() < until

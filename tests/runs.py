@@ -25,13 +25,11 @@ def responses(workdir: pathlib.Path, step: int) -> bytes:
 
 
 def digests(workdir: pathlib.Path, step: int) -> dict:
-    """The digests of a checkpoint's arrays."""
     file = workdir / "checkpoints" / str(step) / "manifest" / "metadata"
     return json.loads(file.read_text())["arrays"]
 
 
 def contents(folder: pathlib.Path) -> dict[str, bytes]:
-    """All files under a folder."""
     files = (path for path in sorted(folder.rglob("*")) if path.is_file())
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 

@@ -36,7 +36,6 @@ def get_config():
 
 
 def task_of(on_bad_row: str = "error", **settings):
-    """Makes the task of a data set with these settings."""
     config = base.get_config()
     config.data.on_bad_row, config.data.train = on_bad_row, base.dataset(**settings)
     return make_task("data.train", base.mixture_settings(config)["data.train"])

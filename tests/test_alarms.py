@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from configs import tiny
-from dapo_jax.logs.alarms import REPEAT_STEPS, Alarms, cap_advice
+from dapo_jax.logs.alarms import REPEAT_STEPS, Alarms
 
 # A step of the main job.
 HEALTHY = {
@@ -64,8 +64,7 @@ def test_every_alarm_has_a_row_that_sets_it_off_alone(name, row, key):
 
 def test_a_step_without_an_update_has_no_entropy_and_sets_off_nothing_of_it():
     (row,), lines, (reason,) = run_of([{"updates": 0}], without=("entropy", "ratio_gap"))
-    assert not {"entropy", "ratio_gap", "entropy_first"} & row.keys()
-    assert not lines and not reason and row["alarms"] == 0
+    assert "entropy_first" not in row and row["alarms"] == 0 and not lines and not reason
 
 
 def test_entropy_is_compared_with_the_runs_first_step():
@@ -100,34 +99,15 @@ def test_an_alarm_is_said_when_it_begins_and_then_now_and_then():
 
 
 def test_no_answers_from_the_start_is_the_template_and_later_the_policy():
-    """The only advice was to raise the cap on generation, which has nothing to do with it."""
     row = {"accuracy/mean": 0.0, "no_answer_fraction": 1.0, "groups/informative": 0}
     cut = row | {"response_tokens/truncated_fraction": 1.0}  # it was put down to the template too
     for rows, words in (
         ([row, row], "data.train.template = ''"),
-        ([{}, {}, {}, row, row], "the policy has broken. Lower learner.learning_rate = 5e-05"),
-        ([{}, {}, {}, row, row], "a checkpoint before step 3"),
+        ([{}, {}, {}, row, row], "learning_rate = 5e-05 and begin with a checkpoint before step 3"),
         ([cut, cut], "100% of the responses are cut at rollout.max_response_tokens = 80"),
     ):
         _, (line,), _ = run_of(rows)
-        assert words in line and "generation" not in line
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({}, "Raise rollout.max_generation_batches"),
-        ({"correct": True}, "start anew with harder ones"),
-        ({"stopped": False}, "100% of the responses are cut at rollout.max_response_tokens = 80"),
-        ({"prediction": None}, "100% of the responses have no answer"),
-    ],
-)
-def test_the_advice_at_the_cap_is_of_the_cause(changes, words):
-    """At an accuracy of 100 % it was to raise the cap."""
-    how = {"correct": False, "prediction": "5", "stopped": True} | changes
-    one = types.SimpleNamespace(verdict=types.SimpleNamespace(**how), stopped=how["stopped"])
-    rollouts = types.SimpleNamespace(sampled=[types.SimpleNamespace(responses=[one] * 4)])
-    assert words in cap_advice(tiny.get_config(), rollouts)
+        assert words in line
 
 
 def test_tools_that_are_no_longer_called_are_an_alarm():
@@ -137,7 +117,6 @@ def test_tools_that_are_no_longer_called_are_an_alarm():
 
 
 def test_a_run_stops_after_so_many_updates_left_out_in_a_row_over_steps_and_in_one():
-    """It went on to its last step with status 0, at an accuracy of 0."""
     steps = [[TAKEN, LEFT_OUT], [LEFT_OUT, LEFT_OUT], [TAKEN, TAKEN], [*[LEFT_OUT] * 3, TAKEN]]
     rows, _, why = run_of([{}] * 4, updates=steps)
     assert [row["updates_skipped_in_a_row"] for row in rows] == [1, 3, 0, 0]

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import states
 from jax.sharding import NamedSharding, PartitionSpec
-from processes import started
 from runs import contents, saved_steps
 from states import abstract, assert_bitwise_equal, assert_restored, fail, restored, saved, state_at
 
@@ -83,10 +82,6 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path):
 
 @pytest.mark.parametrize("gone", ["moved", "a file"])
 def test_a_folder_that_is_gone_is_named_and_not_made_anew_in_silence(tmp_path, gone):
-    """Orbax made it again, and the run went on to status 0 without its earlier checkpoints.
-
-    In the middle of a save its error was of an array's metadata, or of a byte range.
-    """
     run, folder = Checkpoints(tmp_path / "checkpoints", keep=3), tmp_path / "checkpoints"
     run.save(1, TINY, {})
     folder.rename(tmp_path / "moved")
@@ -98,7 +93,6 @@ def test_a_folder_that_is_gone_is_named_and_not_made_anew_in_silence(tmp_path, g
 
 
 def largest_file(folder: pathlib.Path) -> pathlib.Path:
-    """Finds the file with the arrays' values."""
     return max(folder.rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
 
 
@@ -115,9 +109,7 @@ def another_cursor(folder: pathlib.Path) -> None:
 # A bit of any file: test_faults_flips.py.
 DAMAGE = {
     "array values truncated": lambda folder: truncate(largest_file(folder)),
-    "array index deleted": lambda folder: (folder / "state" / "manifest.ocdbt").unlink(),
     "progress edited": another_cursor,
-    "progress empty": lambda folder: (folder / "progress" / "metadata").write_bytes(b""),
     "manifest deleted": lambda folder: shutil.rmtree(folder / "manifest"),
     "everything deleted": lambda folder: [shutil.rmtree(path) for path in folder.glob("*/")],
 }
@@ -195,9 +187,7 @@ ANSWERS = [
 def test_a_storage_that_fails_for_a_while_costs_no_checkpoint(
     folder, monkeypatch, error, times, raised
 ):
-    """A 503 was taken for damage: the run went on from the one before, and the next save deleted
-    the newest checkpoint, which was good. The command ends, to be given again, and changes nothing.
-    """
+    """It is no damage: the command ends, to be given again, and changes nothing."""
     before, left, read = contents(folder), [error] * times, Checkpoints._restored
 
     def failing(self, *arguments):
@@ -223,7 +213,6 @@ def test_a_storage_that_fails_for_a_while_costs_no_checkpoint(
 ARRAYS = [
     (np.int32(-5), "00000000fffffffb"),
     ((np.arange(24).reshape(2, 3, 4) / 7 - 1).astype(jnp.bfloat16), "0345392cfe7ab311"),
-    (np.arange(35, dtype=np.float32).reshape(5, 7) / 3 - 4, "01c97d7b3aa41192"),
     (np.arange(70_000, dtype=np.int32) * 1664525, "12b374290e566d64"),
 ]
 
@@ -268,43 +257,3 @@ def test_samples_are_digested_by_what_they_are():
     ):
         found = sample_digests([group_of(**changes)], reward_PG * reward)
         assert [k for k in found if found[k] != first[k]] == [key]
-
-
-TOGETHER = """
-import numpy as np
-from types import SimpleNamespace
-from dapo_jax.checkpoints import fingerprint
-from dapo_jax.types import Example, Prompt
-from small_config import get_config
-from dapo_jax.process import hosts
-hosts.start(several=True, cpu_devices=2)
-def tried(answer):
-    example = Example(({"role": "user", "content": "?"},), answer, "file", 0)
-    sets = {"data.train": SimpleNamespace(prompts=[Prompt(np.zeros(1, np.int32), example)])}
-    try:
-        data = SimpleNamespace(train=SimpleNamespace(sets=sets), eval_sets={})
-        return fingerprint.of_run(config, data) and "done"
-    except Exception as error:
-        return str(error)
-config, main = get_config(), hosts.is_main_host()
-print("same:", tried("7"), flush=True)
-print("data:", tried("7" if main else "8"), flush=True)
-config.rollout.top_p = 1.0 if main else 0.5
-print("config:", tried("7"), flush=True)
-hosts.gather("done")
-"""
-
-
-def test_processes_with_different_data_or_settings_are_refused():
-    """Another training set on one of them went on, with a ratio gap of 0.14 as its only sign.
-
-    That all restore the same checkpoint where one finds damage is in test_processes.py.
-    """
-    with started(["-c", TOGETHER], processes=2) as group:
-        outputs = [process.communicate(timeout=240)[0] for process in group]
-    for output in outputs:
-        assert "same: done" in output, output
-        differs = "process 1 differs from process 0: "
-        assert f"data: {differs}data.train: its prompts differ" in output
-        assert f"config: {differs}rollout.top_p is 0.5, but 1.0 on process 0" in output
-    assert [process.returncode for process in group] == [0, 0]

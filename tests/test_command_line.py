@@ -40,7 +40,6 @@ def test_help_lists_every_key_with_its_value():
 
 
 def test_a_wrong_command_line_ends_with_one_line():
-    """A sweep with `config.num_steps=3` ran the config as it was, in silence."""
     wrong = {
         WORKDIR: "--config is missing: --config=configs/tiny.py",
         CONFIG: "--workdir is missing: --workdir=runs/mine",
@@ -50,8 +49,6 @@ def test_a_wrong_command_line_ends_with_one_line():
     said = commands.read("dapo_jax.train", *wrong)
     for line, message in zip(said, wrong.values(), strict=True):
         assert line.startswith("error: ") and message in line and "\n" not in line
-    (line,) = ran("-m", "dapo_jax.train", CONFIG, status=1).stderr.splitlines()
-    assert line == said[1]
 
 
 def test_a_config_is_found_from_any_folder_the_current_one_first(tmp_path, monkeypatch):
@@ -70,7 +67,6 @@ def test_a_config_is_found_from_any_folder_the_current_one_first(tmp_path, monke
 
 
 def test_a_package_that_hides_ours_is_named(tmp_path):
-    """A folder `models` of one's own was a traceback of an import."""
     (mine := tmp_path / "models" / "__init__.py").parent.mkdir()
     mine.touch()
     how = {"status": 1, "cwd": tmp_path, "PYTHONPATH": str(ROOT)}

@@ -1,11 +1,9 @@
 """Configs: every key in one place, Table 1 as presets, impossible combinations refused."""
 
 import importlib
-import re
 
 import jax
 import pytest
-from processes import ROOT
 
 from configs import base
 from dapo_jax.setup import checks, components
@@ -30,15 +28,6 @@ def test_a_config_sets_only_keys_that_base_has_and_a_preset_changes_the_loss_alo
         assert differing and differing <= keys.keys(), preset
 
 
-def test_every_key_has_a_meaning_and_a_default_that_it_allows():
-    """`--help` prints the meanings of configs/base.py; the checks take bounds and choices there."""
-    for name, key in (base.KEYS | base.DATASET).items():
-        assert key.meaning, name
-        assert key.refusal(key.default) == "", name
-        assert not key.choices or key.default in ("", *key.allowed()), name
-    assert base.key_of("eval.sets.mine.k").refusal(None) == ""
-
-
 def test_defaults_are_the_papers():
     config = base.get_config()
     assert (config.rollout.num_prompts, config.rollout.group_size) == (512, 16)
@@ -53,15 +42,16 @@ def test_defaults_are_the_papers():
 def test_table_1_adds_one_technique_a_row(name):
     def techniques(preset):
         a = config_of(name, preset).algo
-        return {
+        found = {
             "clip_higher": a.eps_high > a.eps_low,
             "overlong_filtering": a.overlong_filtering,
             "soft_overlong": a.overlong_factor > 0,
             "token_level": a.loss_aggregation == "token_mean",
             "dynamic_sampling": a.dynamic_sampling,
         }
+        return {technique for technique in found if found[technique]}
 
-    on = {preset: {k for k, v in techniques(preset).items() if v} for preset in base.TABLE_1}
+    on = {preset: techniques(preset) for preset in base.TABLE_1}
     assert on["naive_grpo"] == set()
     assert on["overlong_filtering"] == {"overlong_filtering"}
     assert on["clip_higher"] == {"overlong_filtering", "clip_higher"}
@@ -72,22 +62,16 @@ def test_table_1_adds_one_technique_a_row(name):
 
 
 def test_the_32b_config_builds_its_model_shardings_and_cache_without_devices():
-    """Every parameter and moment of the paper's 32B model gets a sharding; nothing is allocated.
-
-    The cache is planned for responses of 20,480 tokens on a model of 131,072 bytes a token; a CPU
-    copies 3/4 at most.
-    """
+    """The cache is planned for responses of 20,480 tokens, 131,072 bytes each; a CPU copies 3/4."""
     config = config_of("qwen2_5_32b")
     config.model.path, config.model.preset = "", "32b"
     config.mesh.model = 2
     checks.check(config)
     policy = components.programs(config, vocab_size=151_665)
     state = policy.state
-    assert sum(leaf.size for leaf in jax.tree.leaves(state.params)) == 32_763_876_352
-    sharded = [x for x in jax.tree.leaves(state) if not x.sharding.is_fully_replicated]
-    whole = sum(x.size for x in jax.tree.leaves(state))
-    assert sum(x.size for x in sharded) / whole > 0.999
-    assert all(x.sharding.shard_shape(x.shape) != x.shape for x in sharded)
+    leaves = jax.tree.leaves(state)
+    sharded = sum(x.size for x in leaves if x.sharding.shard_shape(x.shape) != x.shape)
+    assert sharded / sum(x.size for x in leaves) > 0.999
     decoder = jax.tree.leaves(jax.eval_shape(policy.reshard, state.params, None))
     assert {leaf.dtype for leaf in decoder} == {jax.numpy.dtype("bfloat16")}
 
@@ -97,21 +81,3 @@ def test_the_32b_config_builds_its_model_shardings_and_cache_without_devices():
     assert cache.slots * config.rollout.slot_tokens <= cache.pages * config.rollout.page_tokens
     tokens = (1.75 * cache.pages + cache.prompt_pages) * 128 + cache.slots * 16
     assert 0.95 < tokens * 131_072 / (config.rollout.cache_mib * 2**20) <= 1
-
-
-def test_every_key_beside_the_peers_names_exists():
-    """A row of configs/README.md named a key that was gone."""
-    text = (ROOT / "configs" / "README.md").read_text(encoding="utf-8")
-    table = text.split("|verl|TRL|here|\n|---|---|---|\n")[1].split("\n\n")[0]
-    known = {*base.KEYS, *(f"data.train.{name}" for name in base.DATASET)}
-    known |= {f"eval.sets.NAME.{name}" for name in base.DATASET}
-    named = []
-    for row in table.split("\n"):
-        _, _, _, here, _ = row.split("|")
-        names = [name.partition("=") for name in re.findall(r"`([\w.]+=?\w*)`", here)]
-        named += [(name, value) for name, _, value in names if "." in name or name in base.KEYS]
-    assert len(named) > 50
-    assert [name for name, _ in named if name not in known] == []
-    for name, value in named:
-        key = base.key_of(name)
-        assert not value or not key.allowed() or value in key.allowed(), (name, value)

@@ -3,12 +3,12 @@
 import contextlib
 import csv
 import json
+import types
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from byte_tokenizers import bpe, load
-from processes import ran
 
 from configs import base
 from dapo_jax.tasks.datasets import PromptStream, load_dataset, tokenize
@@ -95,7 +95,6 @@ def test_rows_are_merged_by_roles_and_texts_and_two_answers_are_a_conflict(tmp_p
     ("rules", "template", "asks_for", "notes"),
     [
         ("dapo", "", "Answer:", 0),
-        ("math_verify", "", "Answer:", 0),
         ("strict_box", "", r"\boxed{}", 0),
         ("math_verify", "boxed", r"\boxed{}", 0),
         ("dapo", "none", None, 0),
@@ -125,10 +124,8 @@ BAD_LINES = (
     (JSONL, b"[1]", "the row is a list, not a dict"),
     (JSONL, {"prompt": "a", "solution": "1"}, "'answer' is missing; there are 'prompt', 'sol"),
     (JSONL, answer(None), "answer is null"),
-    (JSONL, answer({"value": 1}), "answer is a dict, not a str"),
     (JSONL, answer(["1", "2"]), "answer has 2 answers, not one"),
     (JSONL, b'{"prompt": "a", "answer": NaN}', "answer is nan"),
-    (JSONL, answer(""), "answer is empty"),
     (JSONL, answer("b #### 1"), 'has "####" before its result: set kind=gsm8k'),
     (JSONL, {"prompt": "  ", "answer": "1"}, "prompt is empty"),
     (JSONL, {"prompt": [{"content": "a"}], "answer": "1"}, "'role' is missing; there are 'con"),
@@ -136,7 +133,6 @@ BAD_LINES = (
     (JSONL, b'{"prompt": "a \\ud83d", "answer": "1"}', "prompt is not valid Unicode"),
     (GSM8K, {"question": "q", "answer": "x #### ,"}, 'after "####" is empty'),
     (BOXED, {"problem": "q", "solution": "So 7."}, "last box of solution is null"),
-    (BOXED, {"problem": "q", "solution": r"\boxed{ }"}, "last box of solution is empty"),
     # An answer that nothing can match.
     *(
         ({"rules": rules}, answer(text), f"the answer {text!r}"[:60])
@@ -204,14 +200,9 @@ def test_files_in_the_wild_are_read_by_the_names_of_their_fields(tmp_path, name)
 @pytest.mark.parametrize(
     ("number", "answer"),
     [
-        ("0.1", "0.1"),
-        ("42.0", "42"),
-        ("-0.0", "0"),
-        ("1e-7", "0.0000001"),
-        ("1e23", "1" + "0" * 23),
+        *(("0.1", "0.1"), ("42.0", "42"), ("-0.0", "0"), ("1e-7", "0.0000001"), ('"00a"', "00a")),
         ("1" + "0" * 250, "1" + "0" * 250),
         ("12345678901234567", "12345678901234567"),
-        *((f'"{text}"', text) for text in ("0", "-7", "00a", "1.0")),  # texts stay as they are
     ],
 )
 def test_a_number_is_written_out_as_an_answer(lines, number, answer):
@@ -276,7 +267,6 @@ def test_rows_of_ones_own(tmp_path):
 
     examples, report = read_rows(str(path), ["country", "capital"], make, on_bad_row="skip")
     assert [(e.text, e.answer, e.extra) for e in examples] == [("Peru", "Lima", {"n": 1})]
-    assert (report.duplicates, report.bad_rows) == (1, 3)
     reasons = [note.partition("(from 0): ")[2] for note in report.bad_row_notes]
     assert reasons == ["the answer is empty", "nobody knows", "capital is null"]
     with pytest.raises(DataError, match="'town' is missing; there are 'country', 'capital'"):
@@ -285,24 +275,21 @@ def test_rows_of_ones_own(tmp_path):
 
 def test_each_row_is_in_the_report(tmp_path, byte_tokenizer):
     rows = [dapo_row("a", "1")] * 1500 + [dapo_row("b", "1"), dapo_row("b", "2")]
-    rows += [dapo_row("toolong", "1")] + [dapo_row("", "1")] * 6 + [dapo_row("c", "d####1")]
+    rows += [dapo_row("toolong", "1")] + [dapo_row("", "1")] * 6
     source = write_dapo(tmp_path / "d.parquet", rows)
     prompts, report = load_prompts(source, byte_tokenizer, max_prompt_tokens=5, on_bad_row="skip")
     assert [prompt.token_ids.tolist() for prompt in prompts] == [byte_tokenizer.encode("a")]
     assert rows_accounted(report) == report.rows
     assert report.lines() == [
-        "d.parquet: 1,510 rows, 1,499 duplicates merged, 1 prompts with conflicting answers "
-        "dropped (2 rows), 7 bad rows skipped, 1 prompts over 5 tokens dropped; 1 prompts kept "
+        "d.parquet: 1,509 rows, 1,499 duplicates merged, 1 prompts with conflicting answers "
+        "dropped (2 rows), 6 bad rows skipped, 1 prompts over 5 tokens dropped; 1 prompts kept "
         "(1 tokens on average, 1 at most)",
         "  skipped d.parquet, row 1503 (from 0): prompt[0].content is empty (6 such rows)",
-        '  skipped d.parquet, row 1509 (from 0): reward_model.ground_truth has "####" before its '
-        "result: set kind=gsm8k",
         "  2 of 2 prompts do not ask for what rules=dapo read (Answer:)",
     ]
 
 
 def test_bad_rows_are_listed_by_their_reasons(lines):
-    """Thousands of GSM8K's rows were one line of 900 characters, and nothing named their kind."""
     rows = [{"question": f"{i}?", "answer": f"so #### {i}"} for i in range(7)]
     with pytest.raises(DataError) as refused:
         read(lines(*rows, b"broken", {"prompt": "x", "answer": None}))
@@ -311,19 +298,14 @@ def test_bad_rows_are_listed_by_their_reasons(lines):
     assert second.startswith("  line 8: invalid JSON") and third.startswith("  line 9: answer is")
 
 
-@pytest.mark.parametrize(
-    ("times", "said"), [([32, 32], "each prompt is there 32 times"), ([3, 2], "")]
-)
-def test_repeated_prompts_are_counted(lines, times, said):
-    """verl's AIME file has each problem 32 times, for mean@32; here that was mean@1, in silence."""
-    rows = [{"prompt": f"{i}?", "answer": "1"} for i, n in enumerate(times) for _ in range(n)]
-    examples, report = read(lines(*rows))
-    assert len(examples) == 2
-    assert "".join(report.notes).startswith(said) and bool(report.notes) == bool(said)
+def test_repeated_prompts_are_counted(lines):
+    for times, said in (((32, 32), ["each prompt is there 32 times"]), ((3, 2), [])):
+        rows = [{"prompt": f"{i}?", "answer": "1"} for i, n in enumerate(times) for _ in range(n)]
+        examples, report = read(lines(*rows))
+        assert len(examples) == 2 and [note[:29] for note in report.notes] == said
 
 
 def test_two_spellings_of_an_answer_are_no_conflict(lines):
-    """A problem that stood twice, with 1/2 and with 0.5, was dropped."""
     others = [{"prompt": "b", "answer": text} for text in "12"]
     source = lines(*map(answer, ("1/2", "0.5", r"\frac{2}{4}")), *others)
     for rules, kept, dropped in (("strict", ["1/2"], 2), ("strict_box", [], 5)):
@@ -350,7 +332,6 @@ def test_shards_are_read_in_the_order_of_their_names(tmp_path, lines, byte_token
 
 
 def test_an_answer_that_the_prompt_has_already_is_a_bad_row(lines):
-    """Files with whole conversations rewarded every response for the answer in the prompt."""
     turns = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "So\nAnswer: 2"}]
     for truth, message in (("2", "ends with an assistant's message that is right"), ("3", None)):
         source = lines({"prompt": turns, "answer": truth})
@@ -375,8 +356,6 @@ def test_max_prompts_keeps_the_first_usable_ones(lines, byte_tokenizer):
     prompts, report = load_prompts(source, byte_tokenizer, max_prompts=2, **how)
     assert (len(prompts), report.kept, report.longest_tokens, report.overlong) == (2, 2, 9, 1)
     assert report.lines()[-1] == "  the first 2 of 3 usable prompts (max_prompts)"
-    _, report = load_prompts(source, byte_tokenizer, max_prompts=3, **how)
-    assert (report.kept, report.notes) == (3, ())
 
 
 def test_a_set_that_cannot_be_used_is_named_by_its_key(tmp_path, lines, byte_tokenizer):
@@ -393,26 +372,18 @@ def test_a_set_that_cannot_be_used_is_named_by_its_key(tmp_path, lines, byte_tok
 
 
 def test_a_prompt_of_no_tokens_is_refused_where_the_data_is_loaded():
-    class Blanks:
-        def encode_chat(self, messages, tools):
-            return list(messages[0]["content"].strip().encode())
-
-    texts = enumerate(("1+1?", " "))
-    examples = [Example(({**MESSAGE, "content": it},), "1", "mine", row) for row, it in texts]
+    blank = Example(({**MESSAGE, "content": " "},), "1", "mine", 1)
+    nothing = types.SimpleNamespace(encode_chat=lambda messages, tools: [])
     with pytest.raises(DataError, match=r"^mine, row 1: the prompt is empty, it has no tokens"):
-        tokenize(examples, Blanks(), "data.train", max_prompt_tokens=9)
+        tokenize([blank], nothing, "data.train", max_prompt_tokens=9)
 
 
 def test_stream_epochs_are_permutations_by_seed_and_cursor_in_any_process():
-    code = (
-        "from dapo_jax.tasks.datasets import PromptStream\n"
-        "stream = PromptStream([f'item{i}' for i in range(50)], seed=7)\n"
-        "print(*(stream[i] for i in (10**12, *range(200))))\n"
-    )
     items = [f"item{i}" for i in range(50)]
     stream, other = (PromptStream(items, seed=seed) for seed in (7, 8))
     taken = [stream[i] for i in range(200)]
-    assert ran("-c", code).stdout.split() == [stream[10**12], *taken]
+    # As another process takes them: an order by Python's own hashes would be another each time.
+    assert (stream[10**12], *taken[:3]) == ("item38", "item23", "item32", "item26")
     epochs = [tuple(taken[first : first + 50]) for first in range(0, 200, 50)]
     assert len(set(epochs)) == 4
     assert all(sorted(epoch) == sorted(items) for epoch in epochs)
@@ -420,17 +391,18 @@ def test_stream_epochs_are_permutations_by_seed_and_cursor_in_any_process():
 
 
 def test_dapo_math_17k(shared):
-    source = shared / "data" / "dapo_math_17k" / "dapo-math-17k.parquet"
-    qwen = load(shared / "data" / "qwen25_tokenizer")
-    prompts, report = load_prompts(source, qwen, max_prompt_tokens=1539, on_bad_row="error")
-    assert (report.rows, report.duplicates) == (17917, 616)
+    """The longest of all has 1540 tokens; the others' are not counted here."""
+    examples, report = read(shared / "data" / "dapo_math_17k" / "dapo-math-17k.parquet")
+    assert (report.rows, report.kept, report.duplicates) == (17917, 17279, 616)
     assert (report.conflicting_prompts, report.conflicting_rows) == (11, 22)
-    assert (report.overlong, report.kept) == (1, 17278)  # the longest has 1540 tokens
     assert rows_accounted(report) == report.rows
-    assert 144 < report.mean_tokens < 147
+    qwen = load(shared / "data" / "qwen25_tokenizer")
+    longest = sorted(examples, key=lambda example: len(example.text))[-50:]
+    for limit, overlong in ((1539, 1), (1540, 0)):
+        assert tokenize(longest, qwen, "", max_prompt_tokens=limit)[1] == overlong
     head, tail = PROMPT_TEMPLATE.split("{problem}")  # the published one
-    assert all(p.example.text.startswith(head) and p.example.text.endswith(tail) for p in prompts)
-    for truth in {prompt.example.answer for prompt in prompts}:
+    assert all(e.text.startswith(head) and e.text.endswith(tail) for e in examples)
+    for truth in {example.answer for example in examples}:
         for rules in RULES:
             check_ground_truth(truth, rules=rules)
 

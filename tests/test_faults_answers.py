@@ -44,7 +44,6 @@ def soup(rng: random.Random) -> str:
 
 
 def bomb(rng: random.Random) -> str:
-    """Makes a short text that stands for much work."""
     n, m = rng.randrange(2, 99), rng.randrange(10**4, 10**9)
     bombs = (
         *(f"{n}^{{{n}^{{{n}^{{{n}}}}}}}", f"{n}**{n}**{n}**{n}", f"(x+y+z+{n})^{{{n}}}", f"{m}!"),
@@ -80,8 +79,7 @@ def hostile(rules: str) -> Iterator[tuple[str, str, bool]]:
 
 
 @pytest.mark.parametrize("rules", BOMBS)
-def test_hostile_answers_are_graded_right(rules, record_property):
-    record_property("faults", COUNT)
+def test_hostile_answers_are_graded_right(rules):
     answers = [*hostile(rules)]
     for first in range(0, COUNT, BATCH):
         responses, truths, right = zip(*answers[first : first + BATCH], strict=True)

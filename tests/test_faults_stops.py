@@ -56,12 +56,10 @@ class Case:
 
     @property
     def loses_one(self) -> bool:
-        """Returns whether the other processes lose one in silence."""
         return self.what in ("SIGKILL", "SIGSTOP", "SIGINT twice")
 
     @property
     def statuses(self) -> list[set[int]]:
-        """The statuses with which the processes may end."""
         others = {hosts.RETRYABLE, -signal.SIGABRT} if self.loses_one else {hosts.RETRYABLE}
         all_of_them = [{1} if self.what == "error" else others] * self.processes
         own = {"SIGKILL": -signal.SIGKILL, "SIGINT twice": 128 + signal.SIGINT}
@@ -75,11 +73,11 @@ LATER = saved_steps.PHASES[1:]
 SHORT = (
     Case("SIGTERM", 1, "reducing"),
     Case("SIGKILL", 0, "reducing"),
-    Case("SIGINT twice", 0, "saving", 1),
     Case("terminal closed", 0, "reducing", 1),
 )
 CASES = (
     *SHORT,
+    Case("SIGINT twice", 0, "saving", 1),
     Case("SIGINT", -1, "reducing"),
     *(Case(name, i % 2, phase) for i, phase in enumerate(LATER) for name in STOPS),
     *(Case("SIGTERM", (i + 1) % 2, phase) for i, phase in enumerate(LATER)),

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import types
 
 import jax
@@ -21,7 +20,7 @@ from dapo_jax.convert import convert
 from dapo_jax.evaluation import settings_of
 from dapo_jax.logs import provenance, record
 from dapo_jax.process import failures
-from dapo_jax.report.runs import load_run, totals
+from dapo_jax.report.runs import load_run
 from dapo_jax.setup import components, policy
 
 TENSORSTORE = (
@@ -52,7 +51,6 @@ def answered(status: int) -> Exception:
         (ValueError(TENSORSTORE), r"/r/checkpoints/3: No space left.*\(ENOSPC", 1),
         (OSError(errno.EIO, os.strerror(errno.EIO), "/r/a"), r"/r/a: Input/output error", 75),
         (TimeoutError(errno.ETIMEDOUT, "reading took 30 s"), r"reading took 30 s .* give the", 75),
-        (ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET)), "ECONNRESET", 75),
         (ValueError("Error writing gs://b/c: HTTP response code: 503"), r"does not answer", 75),
         (ValueError("ABORTED: All 32 retry attempts failed: CURL error"), r"does not answer", 75),
         (ValueError(REFUSED), r"gs://b/r/2/: .*storage\.objects\.create .*; give the right", 1),
@@ -62,7 +60,6 @@ def answered(status: int) -> Exception:
         (Forbidden(CLOSED), r"\(HTTP 403: .* no storage\.buckets\.get\); give the right", 1),
         (answered(429), r"\(HTTP 429: the bucket", 75),
         (answered(404), r"the bucket said no", 1),
-        (MemoryError("out of memory"), r"out of memory", 1),
     ],
 )
 def test_a_failed_write_is_one_line_with_path_and_cause(error, line, status):
@@ -114,14 +111,11 @@ def test_every_start_is_recorded(tmp_path):
         config.seed = seed
         provenance.add_start(tmp_path, config, {"first_step": step, "origin": None})
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
-    run = load_run(tmp_path)
-    digests = [start["config_digest"] for start in run.starts]
+    starts = load_run(tmp_path).starts
+    digests = [start["config_digest"] for start in starts]
     assert len(digests) == 3 and digests[0] == digests[1] != digests[2]
-    start = run.starts[0]
-    assert start["versions"]["jax"] == jax.__version__ and start["versions"]["python"][0] == "3"
-    assert start["devices"] == {"kind": "cpu", "count": 4, "processes": 1}
-    assert (start["pid"], start["command"].split()[0]) == (os.getpid(), sys.orig_argv[0])
-    assert totals(run)["starts"] == "3"
+    assert starts[0]["versions"]["jax"] == jax.__version__
+    assert starts[0]["devices"] == {"kind": "cpu", "count": 4, "processes": 1}
 
 
 def test_the_commit_and_whether_files_differ_from_it(tmp_path):
@@ -141,35 +135,31 @@ def test_the_commit_and_whether_files_differ_from_it(tmp_path):
 
 
 def test_an_evaluation_overwrites_neither_trainings_nor_anothers(tmp_path):
-    """`evaluate` wrote eval/60.json, which was training's, whatever it was told to sample."""
-
     def evaluated(**changes):
         config = tiny.get_config()
-        config.eval.update(temperature=0.6, top_p=0.95, **changes)
-        scores = {"arithmetic": {"mean@8": 0.5}}
-        return record.write_own_results(tmp_path, 60, scores, settings_of(config))
+        config.update_from_flattened_dict({"eval.temperature": 0.6, "eval.top_p": 0.95} | changes)
+        settings, scores = settings_of(config, of_model=True), {"arithmetic": {"mean@8": 0.5}}
+        return record.write_own_results(tmp_path, 60, scores, settings)
 
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
     trainings = {"step": 60, "sets": {"arithmetic": {"mean@8": 0.25}}}
     record.files.write_json(tmp_path / "eval" / "60.json", trainings)
-    (one,), (other,) = evaluated(), evaluated(max_prompts=16)
+    (one,), (other,) = evaluated(), evaluated(**{"eval.max_prompts": 16})
     assert evaluated() == [one]  # the same one again
+    for changes in ({"model.path": "another"}, {"tokenizer.chat": "template"}):
+        assert evaluated(**changes) != [one]
     assert one.name.startswith("60.arithmetic.t0.6_p0.95_k8_dapo_s0.")
     assert other.name.startswith("60.arithmetic.t0.6_p0.95_k8_n16_dapo_s0.")
-    assert json.loads(one.read_text())["settings"]["arithmetic"]["top_p"] == 0.95
     (tmp_path / "eval" / "notes.json").write_text("[]")  # somebody's own
-    labels = {path.name.split(".", 2)[2].removesuffix(".json") for path in (one, other)}
-    names = {"arithmetic", *(f"arithmetic {label}" for label in labels)}
-    assert {name for name, _ in load_run(tmp_path).evaluations} == names
+    found = load_run(tmp_path).evaluations
+    assert len(found) == 5 and found["arithmetic", "mean@8"] == {60: 0.25}
 
 
 def test_evaluate_compares_the_policy_with_the_runs(monkeypatch):
-    """It loaded a run's weights into whatever model the command line described."""
     monkeypatch.chdir(ROOT)
     config = tiny.get_config()
     theirs = json.loads(config.to_json_best_effort())
-    others = {"mesh.data": 1, "rollout.cache_mib": 8, "eval.top_p": 0.5, "seed": 3}
-    others |= {"verifier.rules": "strict", "model.kernels": "cpu", "num_steps": 1}
+    others = {"mesh.data": 1, "eval.top_p": 0.5, "seed": 3, "verifier.rules": "strict"}
     config.update_from_flattened_dict(others | {"model.path": str(ROOT / config.model.path)})
     fingerprint.require_policy(config, theirs, "the run")
     config.tokenizer.chat = "template"
@@ -179,10 +169,6 @@ def test_evaluate_compares_the_policy_with_the_runs(monkeypatch):
 
 
 def test_a_run_does_not_import_what_its_config_names(tmp_path, monkeypatch):
-    """A stranger's run executed its own file where `convert` or `sample` opened it.
-
-    config.json named it as the model's family, and the working directory is on Python's path.
-    """
     (tmp_path / "payload.py").write_text("import pathlib; pathlib.Path('run').touch()")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)

@@ -1,8 +1,9 @@
 """Whose run a checkpoint is: what differs is refused by its key, or said.
 
-The whole start of a run with each kind of changed input is in test_faults_inputs.py.
+That a start refuses another run, and changes nothing, is in test_start.py.
 """
 
+import copy
 import json
 import sys
 import types
@@ -46,7 +47,6 @@ def fingerprint_of(train=None, held_out=None, mixture=(), weights=(1.0,), **sett
 
 
 def said_of(new: dict, old: dict | None = None) -> list[str]:
-    """Returns what is reported where the new run may go on."""
     reports = []
     fingerprint.require_same(old or fingerprint_of(), new, "checkpoint 5 in DIR", reports.append)
     return reports
@@ -84,23 +84,30 @@ def test_a_fork_or_resumed_run_has_the_same_mixture(new, message):
     fingerprint.require_parent(old, fingerprint_of(**TWO | {"weights": (2.0, 4.0)}), "checkpoint 5")
 
 
-def test_the_tokenizers_files_belong_to_a_run(tmp_path):
-    """Other tokens ended the responses of a resumed run, those of generation_config.json."""
-    name, found = "generation_config.json", []
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("tokenizer.path", "generation_config.json"),
+        ("model.path", "model.safetensors"),
+        ("model.path", "config.json"),
+    ],
+)
+def test_the_files_of_tokenizer_and_model_belong_to_a_run(tmp_path, key, name):
+    (tmp_path / "config.json").write_text("{}")
+    found = []
     for content in "78":
         (tmp_path / name).write_text(content)
-        found.append(fingerprint_of(**{"tokenizer.path": str(tmp_path)}))
-    with pytest.raises(ValueError, match=f"tokenizer.path: {name} differs"):
+        found.append(fingerprint_of(**{key: str(tmp_path)}))
+    with pytest.raises(ValueError, match=f"{key}: {name} differs"):
         said_of(*found)
 
 
 FILES = {
-    "mine/__init__.py": "from .units import ONE\n1\n",
-    "mine/task.py": "import numpy\nfrom .units import ONE\ndef f():\n    import helper\n    1",
+    "mine/__init__.py": "",
+    "mine/task.py": "from .units import ONE\n1\n",
     "mine/units.py": "ONE = 1\n",
-    "helper.py": "from dapo_jax.types import Verdict\nONE = 1\n",
+    "helper.py": "ONE = 1\n",
     "loose/task.py": "ONE = 1\n",
-    "gates.py": "def extra():\n    return 1\n",
 }
 
 
@@ -108,20 +115,16 @@ FILES = {
     ("settings", "edited", "refusal"),
     [
         ({"data.train.task": "mine.task:Task"}, "mine/task.py", "data.train.task: mine.task"),
-        ({"data.train.task": "mine:Task"}, "mine/__init__.py", "data.train.task: mine"),
         ({"data.train.task": "mine.task:Task"}, "mine/units.py", ""),
         ({"model.family": "helper"}, "helper.py", "model.family: helper"),
-        ({"algo.policy_loss": "gates:extra"}, "gates.py", "algo.policy_loss: gates"),
+        ({"algo.policy_loss": "helper:extra"}, "helper.py", "algo.policy_loss: helper"),
         ({"data.train.task": "loose.task:Task"}, "loose/task.py", "train.task: loose.task"),
         ({"log.writers": ("helper:Writer",)}, "helper.py", "said: log.writers: helper"),
         ({"eval.sets.arithmetic.task": "helper:Task"}, "helper.py", "said: eval.sets.arithmetic"),
     ],
 )
 def test_custom_code_belongs_to_a_run(tmp_path, monkeypatch, settings, edited, refusal):
-    """A grader was edited between two starts, and the run went on with other rewards, in silence.
-
-    What a named file imports may change. A folder may have no __init__.py.
-    """
+    """What a named file imports may change. A folder may have no __init__.py."""
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -152,7 +155,6 @@ def test_extras_that_are_no_json_have_a_digest_that_is_the_same_each_time():
 
 
 def test_a_run_of_an_older_version_goes_on():
-    """It was refused for a key that is gone, and for one that is newer and has its default."""
     old = fingerprint_of()
     del old["recipe"]["alarms"]  # these may change
     old["recipe"]["rollout"]["gone"] = 0
@@ -163,7 +165,6 @@ def test_a_run_of_an_older_version_goes_on():
 
 
 def test_the_same_texts_as_other_tokens_are_another_runs():
-    """A template that writes the day, or another version of its library, went unnoticed."""
     a, b = (
         fingerprint.of_prompts([Prompt(np.array([1, last], np.int32), Example((), "", "", 0))])
         for last in (2, 3)
@@ -177,10 +178,6 @@ def test_the_same_texts_as_other_tokens_are_another_runs():
 
 
 def test_sets_in_another_order_are_another_stream():
-    """A fork with the same sets under other names went on, in a stream of another order.
-
-    The sets were compared in the order of their keys, but data.train's prompts come first.
-    """
     one, two = prompts(20), prompts(30)
     old, same = (fingerprint_of(train=one, mixture=[two], weights=(1.0, 1.0)) for _ in range(2))
     same["data"] = {f"data.mixture.{i}": it for i, it in enumerate(same["data"].values())}
@@ -188,3 +185,20 @@ def test_sets_in_another_order_are_another_stream():
     other = same | {"data": dict(reversed(same["data"].items()))}
     with pytest.raises(ValueError, match=r"data\.mixture\.1 has 20 prompts, not 30"):
         fingerprint.require_parent(old, other, "here")
+
+
+def test_processes_with_different_data_or_settings_are_refused(monkeypatch):
+    gathered = []
+
+    def gather(mine):
+        gathered.append(copy.deepcopy(mine))
+        return [gathered[0], mine]
+
+    monkeypatch.setattr(fingerprint.hosts, "gather", gather)
+    fingerprint_of()
+    for changes, found in (
+        ({"train": prompts(20, r3="8")}, "data.train: its prompts differ"),
+        ({"rollout.top_p": 0.5}, "rollout.top_p is 0.5, but 1.0 on process 0"),
+    ):
+        with pytest.raises(ValueError, match=f"process 1 differs from process 0: {found}"):
+            fingerprint_of(**changes)

@@ -54,7 +54,6 @@ def fetched(path: str, key: str = "model.path") -> pathlib.Path:
 
 
 def test_a_model_is_downloaded_once_and_its_needed_files_alone(served, capsys):
-    """A hub name was "no such directory": every config of a published model had to be edited."""
     folder = fetched("someone/tiny")
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == MODEL
     assert {path.rpartition("/")[2] for path in served.downloads()} == set(MODEL)
@@ -93,12 +92,11 @@ def test_a_directory_of_that_name_wins(served, tmp_path, monkeypatch):
         ("someone/gated", "URL/someone/gated .*GatedRepo.*HF_TOKEN to a token that may read"),
         ("hf://someone", r"must be hf://ORG/NAME\[@REVISION\]"),
         ("someone/bin", r"URL/someone/bin, or offline the cache, has no model\*.safetensors"),
-        ("someone/a--b", "URL/someone/a--b .*HFValidationError"),
         (f"{TRAIN}l", "URL/datasets/someone/sums, or offline the cache, has no data/train.jsonll"),
         ("hf://someone/sums/a.csv", r"must be hf://datasets/ORG/NAME\[@REVISION\]/FILE"),
     ],
 )
-def test_what_is_not_there_is_one_line_with_name_key_and_setting(served, path, says):
+def test_what_is_not_there_is_one_line_with_name_key_and_setting(served, monkeypatch, path, says):
     served.repo("someone/gated", token="t").commit(MODEL)
     served.repo("someone/bin").commit({"config.json": b"{}", "pytorch_model.bin": b"0"})
     key = "data.train.path" if path.endswith(("csv", "jsonll")) else "model.path"
@@ -108,12 +106,8 @@ def test_what_is_not_there_is_one_line_with_name_key_and_setting(served, path, s
     assert failures.is_refusal(refused.value) and "\n" not in text and status == 1
     assert text.startswith(f"{key} = {path!r}: ")
     assert re.search(says.replace("URL", re.escape(served.url)), text), text
-
-
-def test_a_token_opens_what_is_gated(served, monkeypatch):
-    served.repo("someone/gated", token="t").commit(MODEL)
     monkeypatch.setenv("HF_TOKEN", "t")
-    assert (fetched("someone/gated") / "config.json").read_bytes() == MODEL["config.json"]
+    assert path != "someone/gated" or (fetched(path) / "config.json").exists()
 
 
 def test_a_hub_that_is_down_may_come_back(served):
@@ -133,11 +127,9 @@ def test_offline_the_cache_is_enough_and_what_it_lacks_is_said(served, monkeypat
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     served.asked.clear()
     hub.fetch({"model.path": "someone/tiny", "data.train.path": TRAIN})
-    for key, path in (("model.path", "models/foo"), ("eval.sets.a.path", HELD_OUT)):
-        with pytest.raises(OSError, match=r"no such path here.*unset HF_HUB_OFFLINE") as refused:
-            fetched(path, key)
-        assert failures.explain(refused.value)[1] == 1
-    assert not served.asked
+    with pytest.raises(OSError, match=r"no such path here.*unset HF_HUB_OFFLINE") as refused:
+        fetched("models/foo")
+    assert failures.explain(refused.value)[1] == 1 and not served.asked
 
 
 def test_a_dry_run_reads_all_by_name_and_the_fingerprint_has_the_commits(served, tmp_path, capsys):
@@ -147,8 +139,7 @@ def test_a_dry_run_reads_all_by_name_and_the_fingerprint_has_the_commits(served,
     dry_run.dry_run(config, tmp_path / "run", None)
     text = capsys.readouterr().out
     assert "train.jsonl: 200 rows" in text and "test.jsonl: 200 rows" in text
-    tokenizer = components.tokenizer(config)
-    data = components.load_data(config, tokenizer, training=True)
+    data = components.load_data(config, components.tokenizer(config), training=True)
     ours = fingerprint.of_run(config, data)
     assert ours["recipe"]["model"]["path"] == "someone/tiny"
     tiny, sums = (repo.branches["main"] for repo in served.repos.values())

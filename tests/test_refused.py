@@ -64,7 +64,6 @@ FINITE, CACHE = "but must be at least 0, and finite in float32", "rollout.cache_
 A_SET, TWICE = "NAME:TASK:PATH, for instance", ["algo.eps_high=0.2", "algo.eps_high=0.3"]
 OF_A_RUN = "^--start is '.*', but must be run:DIR@STEP, a run's checkpoint$"
 REFUSED = [
-    (setting, {"updates_per_step": 5}, "num_prompts = 32 does not divide by updates_per_step = 5"),
     (setting, {"algo.dual_clip": float("inf")}, "algo.dual_clip = inf, but must be greater than 1"),
     (setting, {"algo.tis_cap": 2.0}, r"tis_cap = 2\.0 .*old_logprobs = 'sampler'; set that to"),
     (
@@ -74,21 +73,12 @@ REFUSED = [
     ),
     (setting, {"algo.eps_low": 1.0}, r"algo\.eps_low = 1\.0, but .*'cispo'"),
     (setting, {"algo.loss_aggregation": "token-mean"}, "token-mean.*token_mean, sequence_mean"),
-    (setting, {"algo.overlong_cache_tokens": 81}, "81 exceeds rollout.max_response_tokens = 80"),
     (setting, {"learner.row_tokens": 174}, "learner.row_tokens = 174.*175"),
-    (
-        setting,
-        {"rollout.max_generation_batches": 1, "rollout.generation_prompts": 24},
-        "24 prompts",
-    ),
+    (setting, {"rollout.max_generation_batches": 1, "rollout.generation_prompts": 24}, "24 prom"),
     (setting, {"learner.lora_rank": 8, "learner.lora_targets": ("q", "qq")}, "targets has 'qq'"),
-    (setting, {"learner.lora_rank": 8, "learner.lora_targets": ()}, "lora_targets is empty"),
-    (setting, {"data.train.weight": -1.0}, "data.train.weight = -1.0, but must be at least 0"),
     (setting, {"data.train.weight": 0.0}, "weight = 0, and no set of data.mixture has a"),
     (setting, {"eval.sets.arithmetic.weight": 1.0}, "arithmetic.weight is set, but is for train"),
     (setting, {"data.mixture.more.k": 3}, "more.k is set, but is for evaluation sets"),
-    (setting, {"data.train.k": 3}, r"data\.train\.k is set, but is for evaluation sets"),
-    (setting, {"eval.sets.arithmetic.k": -1}, "arithmetic.k = -1, but must be at least 0"),
     (setting, {"eval.sets.arithmetic.rules": "dappo"}, "'dappo', but must be one of dapo, strict"),
     (setting, {"eval.sets.arithmetic.temperature": 0.0}, "its 8 responses .* all be the same"),
     # All at once: a user's own model and data took six corrections in six runs.
@@ -101,25 +91,20 @@ REFUSED = [
     (program, {"mesh.model": 4}, "mesh.model = 4 does not divide the model's 2 key/value heads"),
     (program, {CACHE: 1}, "= 1 does not hold .* 96 tokens and .* 80 on a device; 2 does"),
     (key, ("algo.eps_high", -0.1), FINITE),
-    (key, ("algo.eps_high", float("nan")), FINITE),
     (key, ("algo.eps_high", 1e39), FINITE),
+    (key, ("learner.learning_rate", float("nan")), "but must be"),
+    (key, ("learner.learning_rate", 1e6), "but must be"),
     (key, ("learner.adam_eps", 1e-40), "but must be greater than 0, and finite in float32"),
     (key, ("rollout.top_p", 1.5), "but must be greater than 0, and at most 1"),
-    (key, ("rollout.top_k", -1), f"{FINITE}; 0 is off"),
     (key, ("seed", 2**32), "but must be at least 0, and at most 4294967295"),
-    (key, ("data.train.rules", "math"), "be one of dapo, strict, strict_box, math_verify"),
     (flag, "--config.eps_high=0.3", r"Did you mean --config\.algo\.eps_high\?"),
-    (flag, "--config.learning_rat=1", r"Did you mean --config\.learner\.learning_rate\?"),
     (flag, "--config.eval.sets.arithmetic.top_q=1", "mean --config.eval.sets.arithmetic.top_p"),
     (flag, "--config.algo.gate=clip", "its name is --config.algo.policy_loss now"),
     (flag, "--config.num_steps=3.5", r"--config.num_steps=3.5: invalid literal for int\(\)"),
     (flag, f"{NEW}new.promt_field=x", "promt_field.*Did you mean .*prompt_field"),
-    (flag, f"{NEW}new.k=many", "k.*many"),
     (flag, f"{NEW}math-500.k=1", "sets.math-500: .* a name of letters, digits and _"),
-    (flag, f"{NEW}500.k=1", "eval.sets.500: .* a name of letters, digits and _"),
     (flag, f"{NEW}arithmatic.count=3", r"has no such set \(Did you mean arithmetic\?"),
     (flag, "--config.data.trian.args.n=4", r"no key 'data.trian.args.n'.*data\.train\.args\?"),
-    (flag, "--config.data.mixture.a-b.path=x.csv", "data.mixture.a-b: .* a name of letters"),
     (flag, "--config.data.mixture.more.weight=2", "more: the config has no such set; a new"),
     (task, {"task": "arithmetik"}, "data.train.task = 'arithmetik': there is no such task. Built"),
     (task, {"task": "nowhere.x:Y"}, "which cannot be imported .in the working directory or on PY"),
@@ -135,11 +120,8 @@ REFUSED = [
         "args has on_bad_row, path, which the config has keys for",
     ),
     (task, {"kind": "xlsx", "path": "x.csv"}, "= 'xlsx': must be one of dapo_parquet, .*arithmet"),
-    (task, {"path": "x.txt"}, r"path = 'x\.txt': its ending must be one of \.parquet, "),
-    (task, {"kind": "math", "path": "x.txt"}, r"path = 'x\.txt': its ending must be one of "),
     (writer, "wandb", "'wandb', but that package is not installed: pip install .wandb>=0.19,<1"),
     (writer, "mlflow", r"has 'mlflow'; give one of tensorboard, wandb, trackio, or \"module:Class"),
-    (writer, f"{__name__}:Absent", "which cannot be imported .*Absent"),
     (writer, "no_such_module:Class", "cannot be imported .*: No module named 'no_such_module'"),
     (writer, f"{__name__}:pytest", "has no method step, evaluation, close"),
     (sweep, {"grid": ["algo.eps_hihg=0.2"]}, "no key 'algo.eps_hihg'.*mean --config.algo.eps_high"),
@@ -148,18 +130,13 @@ REFUSED = [
     (sweep, {"grid": ["preset=dapo,naive_gpro"]}, "arm 'naive_gpro': .*did you mean 'naive_grpo'"),
     (sweep, {"grid": TWICE}, "have algo.eps_high twice"),
     (sweep, {"grid": ["seed=1,2"]}, "give --seeds=5"),
-    (sweep, {"flags": ["--config.seed=1"]}, "give --seeds=5"),
     (sweep, {"named": ["a: num_steps=2", "a: num_steps=3"]}, "'a' cannot name .* or two arms"),
     (sweep, {"named": ["a/b: num_steps=3"]}, "'a/b' cannot name an arm's folder"),
     (sweep, {"named": ["a: num_steps"]}, 'write "NAME: KEY=V KEY=V"'),
     (sweep, {"seeds": "x"}, "--seeds=x: give how many"),
-    *(
-        (evaluate.named_set, text, A_SET)
-        for text in ("", "a", "a:math", ":math:path", "a:no:b.csv")
-    ),
+    *((evaluate.named_set, text, A_SET) for text in ("a:math", ":math:path", "a:no:b.csv")),
     (evaluate.named_set, "a:nosuch:gs://bucket/b.jsonl", A_SET),
-    *((Parent.parse, text, OF_A_RUN) for text in ("", "runs/a@2", "hf:model@2", "run:a", "run:@2")),
-    *((Parent.parse, text, OF_A_RUN) for text in ("run:a@", "run:a@-1", "run:a@newest")),
+    *((Parent.parse, text, OF_A_RUN) for text in ("hf:model@2", "run:a", "run:@2", "run:a@-1")),
 ]
 
 
@@ -178,18 +155,16 @@ def test_it_is_refused_in_one_line(refuses, given, words, monkeypatch):
         ("c.rollout.max_respnse_tokens = 5", ["no key 'rollout.max_respnse_tokens' (Did you mean"]),
         ("c.algoo.x = 1", ["'algoo' Did you mean \"algo\""]),
         ("c.mine = {'a': 1}; c.seed = 'x'", ["no key 'mine.a'", "seed = 'x', but must be of type"]),
-        ("c.rollout = 5; c.num_steps = 1.5", ["rollout = 5, but is a section", "num_steps = 1.5,"]),
+        ("c.rollout = 5", ["rollout = 5, but is a section"]),
         ("c.data.mixture.m = {'wieght': 2}", ["no key 'data.mixture.m.wieght' (Did you mean data"]),
         ("c.log.writers = 'wandb'", ["log.writers = 'wandb', but must be of type tuple"]),
         ("c.data.train = base.dataset(tsak='')", ["a data set has no tsak"]),
         ("return None", ["get_config returns nothing"]),
-        ("c.seed = 1 / 0", ["mine.py, line 4: division by zero"]),
         ("import no_such_module", ["mine.py, line 4: No module named 'no_such_module'"]),
         ("c.seed = = 1", ["mine.py, line 4: invalid syntax"]),
     ],
 )
 def test_all_wrong_keys_and_types_of_a_config_file_are_named(tmp_path, lines, refusals):
-    """A misspelt key in a file was a traceback about None, a wrong type one without the key."""
     file = tmp_path / "mine.py"
     begin = "from configs import base, tiny\ndef get_config():\n    c = tiny.get_config()\n    "
     file.write_text(f"{begin}{lines}\n    return c\n")

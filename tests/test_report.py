@@ -9,11 +9,10 @@ import re
 
 import numpy as np
 import pytest
-from processes import ran
 
 from dapo_jax.logs.files import json_line, write_rollouts
 from dapo_jax.report import compare, page, plots
-from dapo_jax.report.__main__ import load, write_report
+from dapo_jax.report.__main__ import load, main, write_report
 from dapo_jax.report.rows import write_rows
 from dapo_jax.report.runs import Run, by_arm, column, complete, load_run, summary_lines
 
@@ -37,7 +36,6 @@ def _run(*, seed=0, arm="", steps=4, gain=0.1, **config):
 
 
 def _written(workdir, **settings):
-    """The directory of a run."""
     run = _run(**settings)
     (workdir / "eval").mkdir(parents=True)
     (workdir / "metrics.jsonl").write_bytes(b"".join(map(json_line, run.rows)))
@@ -61,9 +59,6 @@ def _with_rollouts(run, workdir, rows, *, steps=(0,)):
     return dataclasses.replace(run, workdir=workdir)
 
 
-# Runs from files.
-
-
 def test_load_run_reads_evaluations_in_order_of_steps(tmp_path):
     run = load_run(_written(tmp_path / "run", steps=40, gain=0.01))
     assert len(run.rows) == run.finished_steps == 40
@@ -82,15 +77,13 @@ def test_summary_lines_compare_first_and_last():
     """Evaluations compare files, metrics the means of the first and last 4 of 40 rows."""
     run = _run(steps=40, gain=0.01)
     # The wall time was without the start.
-    run.rows[0] |= {"seconds/load": 20.0, "seconds/compile": 30.0, "updates": 0}
-    run.rows[1] |= {"updates": 2, "updates_zero_gradient": 2}
+    run.rows[0] |= {"seconds/load": 20.0, "seconds/compile": 30.0}
     text = "\n".join(" ".join(line.split()) for line in summary_lines(run))
     for line in (
         "held_out mean@8 10.0% -> 50.0% best 50.0% at step 40",
-        *("train accuracy 11.5% -> 47.5% best 49.0% at step 39", "entropy 0.485 -> 0.125"),
+        "train accuracy 11.5% -> 47.5% best 49.0% at step 39",
         *("rollout steps 40", "wall time 0:07:30", "sampled tokens 800,000"),
-        *("steps without an update 2", "sampled tokens per second 2,000"),
-        *("updates skipped 1", "commit c0ffee"),
+        *("sampled tokens per second 2,000", "updates skipped 1", "commit c0ffee"),
     ):
         assert line in text
     none = Run(rows=[{"step": 0}], evaluations={}, config={})
@@ -98,33 +91,29 @@ def test_summary_lines_compare_first_and_last():
 
 
 def _sweep(folder, arms, seeds, planned):
-    for arm, gain in arms.items():
+    for arm in arms:
         for seed in seeds:
-            _written(folder / arm / f"seed_{seed}", seed=seed, gain=gain)
+            _written(folder / arm / f"seed_{seed}", seed=seed)
     plan = {"arms": {arm: {} for arm in arms}, "seeds": planned}
     (folder / "sweep.json").write_text(json.dumps(plan))
     return folder
 
 
 def test_runs_of_several_paths_are_told_apart(tmp_path):
-    """Runs of two folders of one name were one, and a folder called like an arm a seed of it."""
-    sweep = _sweep(tmp_path / "sweep", {"a": 0.1}, [0], [0])
+    sweep = _sweep(tmp_path / "sweep", "a", [0], [0])
     one, other = (_written(tmp_path / name / "a") for name in ("x", "y"))
-    files = [tmp_path / name / "b" / "rows.jsonl.gz" for name in ("x", "y")]
-    for seed, file in enumerate(files):
-        file.parent.mkdir()
-        write_rows(file, {"a": _run(seed=seed)})
-    found = load([sweep, one, one, *files, other])
-    labels = [str(one), *(f"{file}: a/seed_{i}" for i, file in enumerate(files)), str(other)]
-    assert list(found) == ["sweep: a/seed_0", *labels]
-    assert len(by_arm(found)) == 5
+    (file := tmp_path / "z" / "a" / "rows.jsonl.gz").parent.mkdir(parents=True)
+    write_rows(file, {"a": _run()})
+    found = load([sweep, one, one, file, other])
+    assert list(found) == ["sweep: a/seed_0", str(one), f"{file}: a/seed_0", str(other)]
+    assert len(by_arm(found)) == 4
     assert list(load([one, sweep])) == ["a", "sweep: a/seed_0"]
-    assert list(load([files[1]])) == ["a/seed_1"]
+    assert list(load([file])) == ["a/seed_0"]
 
 
 def test_a_sweep_and_its_rows_make_the_same_tables(tmp_path):
     """Runs without a step, and those that the plan lacks, are left out."""
-    sweep = _sweep(tmp_path / "sweep", {"b": 0.1, "a": 0.05}, [0, 1, 7], [0, 1, 2, 3])
+    sweep = _sweep(tmp_path / "sweep", "ba", [0, 1, 7], [0, 1, 2, 3])
     (sweep / "a" / "seed_2").mkdir()
     (sweep / "a" / "seed_2" / "metrics.jsonl").touch()
     runs = load([sweep])
@@ -135,11 +124,7 @@ def test_a_sweep_and_its_rows_make_the_same_tables(tmp_path):
     assert compare.markdown(runs, title="") == compare.markdown(again, title="")
 
 
-# Figures.
-
-
 def _lines(figure, title):
-    """The lines of the panel with this title."""
     (panel,) = [ax for ax in figure.axes if ax.get_title(loc="left") == title]
     return panel.lines
 
@@ -177,9 +162,6 @@ def test_figures_show_the_data():
     assert not any(text.get_parse_math() for text in texts)
 
 
-# The page.
-
-
 def test_hostile_text_stays_text(tmp_path):
     response = _response(HOSTILE, prompt=HOSTILE, prediction=HOSTILE, ground_truth="\udc00 \ufffd")
     run = _with_rollouts(_run(arm=HOSTILE, note=HOSTILE), tmp_path, [response])
@@ -196,7 +178,9 @@ def test_hostile_text_stays_text(tmp_path):
 
 def test_samples_are_of_the_first_and_the_last_step(tmp_path):
     cut = _response("cut", correct=False, truncated=True, sample=0)
-    rows = [_response("no" * 999, correct=False, sample=0), _response(sample=1), *[cut] * 50]
+    turns = [{"role": "assistant", "content": "<b>5"}, {"role": "environment", "content": "no"}]
+    rows = [_response("no" * 999, correct=False, sample=0), cut]
+    rows += [_response(sample=0, turns=turns), _response(sample=1), *[cut] * 50]
     one = _with_rollouts(_run(arm="a"), tmp_path, rows, steps=range(3, 30))
     found = page.samples({"a/0": _run(arm="a"), "a/1": one, "a/2": one})
     assert [row[:2] for row in found[:: page.SAMPLES]] == [["a/1", "3"], ["a/1", "29"]]
@@ -204,23 +188,12 @@ def test_samples_are_of_the_first_and_the_last_step(tmp_path):
     shown = f"{'no' * 375} ... {'no' * 375}"
     assert found[0][2:] == ["What is 1+1?", shown, "wrong: None, answer 2", "5", "-1"]
     assert found[1][4] == "truncated: None, answer 2"
+    assert found[2][3] == "[assistant] <b>5\n[environment] no"
     # A file that is cut costs its end only, a broken one all of it.
     write_rollouts(path := tmp_path / "rollouts" / "3.jsonl.gz", [_response("1" * 99)] * 2000)
     path.write_bytes(path.read_bytes()[:-20])
     (tmp_path / "rollouts" / "29.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": '))
     assert [row[1] for row in page.samples({"run": one})] == ["3"] * page.SAMPLES
-
-
-def test_a_sample_of_an_episode_says_who_said_what(tmp_path):
-    said = (("assistant", "<b>5\n"), ("environment", "higher"), ("assistant", "7"))
-    turns = [dict(zip(("role", "content"), turn, strict=True)) for turn in said]
-    one = _with_rollouts(_run(), tmp_path, [_response("5|7", sample=0, turns=turns)])
-    ((*_, response, _, _, _),) = page.samples({"run": one})
-    assert response == "[assistant] <b>5\n[environment] higher\n[assistant] 7"
-    assert "[assistant] &lt;b&gt;5\n[environment] higher\n" in page.render({"run": one})
-
-
-# Comparisons.
 
 
 def test_arms_are_compared_on_the_seeds_they_share():
@@ -243,10 +216,6 @@ def test_arms_are_compared_on_the_seeds_they_share():
 
 
 def test_a_run_that_ended_early_is_not_the_end_of_its_arm():
-    """A seed that died at step 3 of 30 counted with the numbers of that step.
-
-    They were in the arm's mean, spread and paired interval, and nothing on the page said so.
-    """
     runs = {
         f"{arm}/seed_{seed}": _run(arm=arm, seed=seed, steps=steps, num_steps=30)
         for arm, of_seed in (("a", (30, 30, 30)), ("b", (30, 3, 30)))
@@ -264,7 +233,6 @@ def test_a_run_that_ended_early_is_not_the_end_of_its_arm():
 
 
 def test_a_fork_is_compared_with_its_parent_from_where_it_begins():
-    """One arm was averaged over ten steps, the other over one, between rows that are equal."""
     rows = [
         {"step": s, "sampled_tokens_total": 1_000 * (s + 1), "accuracy/mean": s / 40}
         for s in range(30)
@@ -277,18 +245,23 @@ def test_a_fork_is_compared_with_its_parent_from_where_it_begins():
     assert {row[3] for row in differences} <= {"+0.0", "+0.000", "+0"}
 
 
-def test_the_command_prints_what_it_draws_and_leaves_each_runs_pictures_alone(tmp_path):
-    """A comparison replaced the first run's own."""
+def test_the_command_prints_what_it_draws_and_leaves_each_runs_pictures_alone(
+    tmp_path, monkeypatch, capsys
+):
+    def report(*arguments):
+        monkeypatch.setattr("sys.argv", ["report", *map(str, arguments)])
+        main()
+        return capsys.readouterr().out
+
     first, second = (_written(tmp_path / name, steps=3) for name in ("a", "b"))
-    report = ("-m", "dapo_jax.report")
-    out = ran(*report, "--workdir", first, f"--workdir={second}", "--baseline=b").stdout
+    out = report("--workdir", first, f"--workdir={second}", "--baseline=b")
     path = first / "compared"
     assert out.splitlines()[-1] == f"page: {path / 'report.html'}"
     assert "## Differences from b on the same seed" in out
     names = {"report.html", "curves.png", "accuracy_vs_tokens.png"}
     assert {file.name for file in path.iterdir()} == names
-    *summary, last = ran(*report, f"--workdir={first}").stdout.splitlines()
+    *summary, last = report(f"--workdir={first}").splitlines()
     assert summary == summary_lines(load_run(first))
     assert last == f"page: {first / 'report.html'}"
-    error = ran(*report, f"--workdir={tmp_path}", status=1).stderr
-    assert "metrics.jsonl" in error and "Traceback" not in error
+    with pytest.raises(SystemExit, match=r"metrics\.jsonl"):
+        report(f"--workdir={tmp_path}")

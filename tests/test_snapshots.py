@@ -65,36 +65,21 @@ def test_a_failed_save_is_raised_in_the_run(tmp_path):
             take(run, step, STATE)
 
 
-@pytest.fixture
-def said(monkeypatch) -> list:
-    """The (line, status) with which a process would end."""
+def test_what_a_process_ends_with_says_what_failed(tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(hosts, "end", lambda *line_and_status: said.append(line_and_status))
-    return said
-
-
-@pytest.mark.parametrize("stopped", [False, True])
-def test_a_process_that_is_lost_is_not_called_a_storage(tmp_path, monkeypatch, said, stopped):
-    """A peer's reset connection was told as "the storage does not answer for the moment"."""
-    text = "UNAVAILABLE: Failed to send RPC: recvmsg:Connection reset by peer"
-    run = snapshots(tmp_path, every_steps=1)
-    if stopped:
-        run._stop("SIGTERM")
-    monkeypatch.setattr(hosts, "started", lambda: True)
-    monkeypatch.setattr(hosts, "count", lambda: 2)
-    run._fail(jax.errors.JaxRuntimeError(text))
-    line, status = said[0]
-    assert status == RETRYABLE and f"another process is gone ({text})" in line
-    assert line.startswith("SIGTERM: the newest step to resume at could not be saved: ") is stopped
-
-
-def test_a_stop_that_cannot_save_says_why(tmp_path, said):
     run = snapshots(tmp_path, every_steps=1, of=Full)
     take(run, 2, STATE)
     run._stop("SIGTERM")
     run._run()
-    ((line, status),) = said
-    assert "2: No space left on device" in line and status == RETRYABLE
+    monkeypatch.setattr(hosts, "started", lambda: True)
+    monkeypatch.setattr(hosts, "count", lambda: 2)
+    text = "UNAVAILABLE: Failed to send RPC: recvmsg:Connection reset by peer"
+    run._fail(jax.errors.JaxRuntimeError(text))
+    (full, unsaved, lost), statuses = zip(*said, strict=True)
+    assert "2: No space left on device" in full and {*statuses} == {RETRYABLE}
+    assert lost.startswith(f"another process is gone ({text})")
+    assert unsaved == f"SIGTERM: the newest step to resume at could not be saved: {lost}"
 
 
 def test_sigterm_leaves_out_a_pending_checkpoint_that_is_older_than_the_newest_snapshot(tmp_path):
@@ -132,7 +117,6 @@ def test_afterwards_signals_are_as_they_were_and_an_ignored_one_stays_so():
 
 
 def test_any_exception_saves_the_newest_snapshot(tmp_path):
-    """Nine steps were finished and five saved: only an OSError had the newest one saved."""
     with pytest.raises(KeyError), snapshots(tmp_path, every_steps=5) as run:
         for step in range(1, 10):
             take(run, step, STATE)
@@ -164,9 +148,8 @@ command.run(main)
 """
 
 
-@pytest.mark.parametrize("failing", ["1", "01"])
+@pytest.mark.parametrize("failing", ["1", pytest.param("01", marks=pytest.mark.slow)])
 def test_whichever_process_raises_all_save_the_newest_snapshot(tmp_path, failing):
-    """An error of one of several processes ended the others at once, and lost finished steps."""
     with started(["-c", RAISES, str(tmp_path), failing], processes=2) as group:
         outputs = [process.communicate(timeout=60)[0] for process in group]
     assert [process.returncode for process in group] == [1, 1], outputs

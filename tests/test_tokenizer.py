@@ -12,7 +12,6 @@ from transformers import AutoTokenizer
 
 from dapo_jax.convert import convert
 from dapo_jax.tasks.base import graded
-from dapo_jax.tasks.math_problems import MathProblems
 from dapo_jax.tasks.readers import templated
 from dapo_jax.types import Example, Group, Prompt, Response, plain_text
 from experiments.tasks.format_answer import FormatAnswer
@@ -52,11 +51,9 @@ def piece_file(tmp_path_factory):
 ENDS = (
     ({}, None, None, False, [256]),
     ({}, None, None, True, [258, 256]),  # an instruct model's end of turn
-    ({}, {"eos_token_id": [257, 258]}, None, True, [258, 257, 256]),
     ({}, {"eos_token_id": [257, 258]}, None, False, [257, 258, 256]),
     ({}, None, {"eos_token_id": 258}, False, [258, 256]),
     ({}, {"eos_token_id": [257]}, {"eos_token_id": 258}, False, [257, 256]),
-    ({}, {"temperature": 0.7}, {"eos_token_id": 258}, False, [258, 256]),
     # Qwen2.5's base models name <|endoftext|> alone: right answers had <|im_end|> behind them.
     ({"eos_token": "<|endoftext|>"}, {"eos_token_id": 256}, None, True, [258, 256]),
 )
@@ -93,7 +90,6 @@ def test_stop_tokens_are_chosen_by_text_in_order_and_once(bpe_folder):
 
 
 def copy_of(folder, to, **config):
-    """A copy of a tokenizer's directory, with other values in its tokenizer_config.json."""
     for file in folder.iterdir():
         (to / file.name).write_bytes(file.read_bytes())
     content = json.loads((folder / "tokenizer_config.json").read_text()) | config
@@ -200,16 +196,9 @@ def test_a_directory_is_read_as_transformers_reads_it(layout, tmp_path, piece_fi
 
 
 @pytest.mark.parametrize("special", [True, False])
-@pytest.mark.parametrize(
-    ("task", "text"),
-    [
-        (MathProblems(path="x", rules="dapo"), "6*7:\nAnswer: 42"),
-        (FormatAnswer(path="x", rules="strict"), "<think>6*7</think><answer>42</answer>"),
-    ],
-)
-def test_a_response_loses_the_token_that_stopped_it_alone(special, task, text, tmp_path):
+def test_a_response_loses_the_token_that_stopped_it_alone(special, tmp_path):
     """Whether it and the tags of a form are special tokens or ordinary ones."""
-    tokens = (*CONTROL, *TAGS)
+    tokens, text = (*CONTROL, *TAGS), "<think>6*7</think><answer>42</answer>"
     made = bpe(special=tokens * special, ordinary=tokens * (not special))
     made.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
@@ -219,21 +208,20 @@ def test_a_response_loses_the_token_that_stopped_it_alone(special, task, text, t
         ids = np.asarray([*theirs(text).input_ids, tokenizer.stop_ids[0]], np.int32)
         prompt = Prompt(ids[:1], Example((), "42", "s", 0))
         response = Response(ids, np.zeros(len(ids), np.float32), stopped=True)
-        group = Group(0, prompt, (response,))
-        (response,) = graded(group, task=task, tokenizer=tokenizer).responses
-        assert (response.text, response.verdict.correct) == (text, True)
+        task = FormatAnswer(path="x", rules="strict")
+        group = graded(Group(0, prompt, (response,)), task=task, tokenizer=tokenizer)
+        assert (group.responses[0].text, group.correct_G[0]) == (text, True)
 
 
 def test_named_chat_templates_are_exported_too(bpe_folder, tmp_path):
     folder = copy_of(bpe_folder, tmp_path, chat_template=CHATML)
     for name in ("config.json", "model.safetensors"):
         shutil.copy(ROOT / "experiments/tiny_base/checkpoint" / name, folder / name)
-    named = folder / "additional_chat_templates" / "tool_use.jinja"
-    named.parent.mkdir()
-    named.write_text("{{ 1 }}")
-    said = convert(f"hf:{folder}", f"hf:{tmp_path / 'out'}", dtype="float32")
-    assert (tmp_path / "out" / "additional_chat_templates" / named.name).read_text() == "{{ 1 }}"
-    assert "additional_chat_templates/tool_use.jinja" in said
+    named = "additional_chat_templates/tool_use.jinja"
+    (folder / named).parent.mkdir()
+    (folder / named).write_text("{{ 1 }}")
+    assert named in convert(f"hf:{folder}", f"hf:{tmp_path / 'out'}", dtype="float32")
+    assert (tmp_path / "out" / named).read_text() == "{{ 1 }}"
 
 
 def test_an_exported_sentencepiece_model_has_its_ids_in_transformers(tmp_path):
@@ -275,53 +263,41 @@ def test_qwen_vectors(qwen_folder):
         assert chat.encode_chat(messages) == theirs.apply_chat_template(messages, **how)
 
 
-def test_a_template_that_leaves_answers_out_names_no_end(bpe_folder, tmp_path):
-    """Its first special token, the header of the question, stopped every response."""
-    silent = CHATML.replace("for m in messages", "for m in messages if m.role == 'user'")
-    folder = copy_of(bpe_folder, tmp_path, chat_template=silent, eos_token="<|endoftext|>")
-    assert load(folder, chat="template").stop_ids == (256,)
-
-
 @pytest.mark.parametrize(
     ("changed", "opening"),
     [
         ({}, ""),
         ({"<|im_start|>assistant\n": "<|im_start|>assistant\n<think>\n"}, "<think>\n"),
         ({"<|im_start|>assistant\n": "<|im_start|>assistant\n<think>\n\n</think>\n\n"}, None),
-        ({"m.content": "(m.content if loop.first else '')"}, ""),  # no answers
+        ({"for m in messages": "for m in messages if m.role == 'user'"}, ""),
     ],
 )
 def test_what_the_template_begins_of_an_answer(bpe_folder, tmp_path, changed, opening):
-    """A policy whose template writes <think> was never in a form that begins with it."""
+    """A template that leaves answers out names no end, either."""
     template = CHATML
     for old, new in changed.items():
         assert old in template
         template = template.replace(old, new)
         opening = new.removeprefix(old) if opening is None else opening
-    found = load(copy_of(bpe_folder, tmp_path, chat_template=template), chat="template")
+    folder = copy_of(bpe_folder, tmp_path, chat_template=template, eos_token="<|endoftext|>")
+    found = load(folder, chat="template")
     assert found.opening == opening
-    assert load(bpe_folder, chat="none").opening == ""
+    assert found.stop_ids == ((256,) if "m.role" in str(changed) else (258, 256))
 
 
 def test_the_templates_arguments_are_given_to_it(bpe_folder, tmp_path, caplog):
-    """Qwen3 could be neither trained nor evaluated without thinking."""
     closed = "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
     folder = copy_of(bpe_folder, tmp_path, chat_template=CHATML + closed)
-    library = AutoTokenizer.from_pretrained(folder)
-    for args in ({}, {"enable_thinking": True}, {"enable_thinking": False}):
+    for args, opening in (({}, ""), ({"enable_thinking": False}, "<think></think>")):
         tokenizer = load(folder, chat="template", chat_args=args)
-        how = {"add_generation_prompt": True, "return_dict": False} | args
-        assert tokenizer.encode_chat(user("hi")) == library.apply_chat_template(user("hi"), **how)
-        assert tokenizer.opening == (
-            "<think></think>" if args.get("enable_thinking") is False else ""
-        )
+        assert tokenizer.opening == opening
+        assert tokenizer.decode(tokenizer.encode_chat(user("hi"))).endswith(f"assistant\n{opening}")
     assert not caplog.messages
     load(folder, chat="template", chat_args={"thinking": False})
     assert "tokenizer.chat_args has thinking, which no template reads" in caplog.text
 
 
 def test_a_template_writes_the_day_that_is_set(bpe_folder, tmp_path):
-    """A run that was resumed after midnight went on with other prompts."""
     dated = "{% if strftime_now is defined %}{{ strftime_now( '%d %b %Y' ) }}{% endif %}" + CHATML
     found = copy_of(bpe_folder, tmp_path, chat_template=dated)
     tokenizer = load(found, chat="template", date="2024-02-29")
@@ -333,7 +309,6 @@ def test_a_template_writes_the_day_that_is_set(bpe_folder, tmp_path):
 
 
 def test_a_begun_answer_is_gone_on_from(bpe_folder, tmp_path):
-    """A prompt that ends with the assistant's first words was closed, and a second turn began."""
     tokenizer = load(copy_of(bpe_folder, tmp_path, chat_template=CHATML), chat="template")
     begun = [*user("6 * 7?"), {"role": "assistant", "content": "Let me think."}]
     ids = tokenizer.encode_chat(begun)

@@ -1,8 +1,6 @@
 """The rules that grade responses: parity with the reference, what "strict" mends, and hardness."""
 
-import concurrent.futures
 import contextlib
-import itertools
 import json
 import os
 import pathlib
@@ -17,7 +15,7 @@ from processes import ROOT, ran
 
 from dapo_jax.verifier import RULES, Verdict, isolated, verify, verify_many
 from dapo_jax.verifier.math_rules import MAX_GROUND_TRUTH_CHARS, strict_form
-from dapo_jax.verifier.symbolic_rules import SymbolicVerifier, default_verifier
+from dapo_jax.verifier.symbolic_rules import SymbolicVerifier
 
 EMPTY = "empty_ground_truth"
 LOCAL_RULES = [rules for rules in RULES if rules != "math_verify"]
@@ -25,9 +23,6 @@ LOCAL_RULES = [rules for rules in RULES if rules != "math_verify"]
 
 def _rows(path: pathlib.Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-# Parity with the reference
 
 
 @pytest.mark.parametrize(
@@ -54,17 +49,9 @@ def test_rules_equal_the_reference_on_every_golden_row(
 
 # A response, the truth, and the verdict, by rules.
 PLACES = {
-    "dapo": (
-        ("Answer: 7\n" + "z" * 290, "correct"),
-        ("Answer: 7\n" + "z" * 293, "no_answer"),
-        ("Answer: $ $", "empty_answer"),
-    ),
     "strict_box": (
-        (r"\boxed{6} no \boxed{7}.", "correct"),
         (r"\boxed{7}" + "y" * 91, "correct"),
         (r"\boxed{7}" + "y" * 92, "no_answer"),
-        (r"\boxed{7", "no_answer"),
-        (r"\boxed{ }", "empty_answer"),
     ),
     "strict": (
         ("Answer:\n\\[\n7\n\\]", "correct"),
@@ -121,9 +108,8 @@ So $a+b \geq \boxed{5}$.|$\boxed{5}\%$|-> \boxed{5}|\boxed{5}!|Step 2 --\boxed{5
 """
 # Behind a box, what is the same, and what is another.
 BOXED_UNITS = (
-    *((" hours", "5 hours", "5 minutes"), (r"\text{ km}$", r"5 \text{ km}", r"5 \text{ m}")),
-    *((" miles per hour.", "5 mph", "5 km/h"), (" square meters", "5 m^2", "5 m")),
-    ("$ in total", "5 cm", "6 in"),
+    *((" hours", "5 hours", "5 minutes"), (" miles per hour.", "5 mph", "5 km/h")),
+    *((" square meters", "5 m^2", "5 m"), ("$ in total", "5 cm", "6 in")),
 )
 SEVEN = r"Answer: \boxed{7}"
 MISSING = (
@@ -143,7 +129,7 @@ VERDICTS = [
     *(
         ("math_verify", rf"$\boxed{{5}}{unit}", truth, status)
         for unit, same, other in BOXED_UNITS
-        for truth, status in ((same, "correct"), ("5", "correct"), (other, "not"))
+        for truth, status in ((same, "correct"), (other, "not"))
     ),
     *((rules, *row) for rules in LOCAL_RULES for row in MISSING),
 ]
@@ -156,16 +142,13 @@ def test_each_rule_has_its_place_for_the_answer_and_compares_values(rules, respo
     assert status in ("not", verdict.status)
 
 
-# Answers beside the right one, and other spellings of it
-
-
 @pytest.mark.parametrize(
     ("rules", "every", "wrong_rewarded", "right_refused"),
     [
         ("dapo", 1, 195, 283),  # the reference's own
         ("strict", 1, 8, 200),
         ("strict_box", 1, 43, 417),
-        ("math_verify", 4, 7, 3),
+        ("math_verify", 8, 5, 1),
         # The 14: they have neither a line "Answer:" nor a box.
         pytest.param("math_verify", 1, 28, 14, marks=pytest.mark.slow),
     ],
@@ -174,7 +157,7 @@ def test_wrong_answers_are_not_rewarded(rules, every, wrong_rewarded, right_refu
     """The rewarded wrong ones of `strict` and `math_verify` are all those that words take back.
 
     They say "Wait", "No, 43", "is not", "or maybe" beside the answer. The 43 of `strict_box` have
-    such words, another box or a formula around theirs. Algebra takes its time: a quarter is fast.
+    such words, another box or a formula around theirs. Algebra takes its time: an eighth is fast.
     """
     rows = _rows(ROOT / "tests" / "answers.jsonl")
     assert len(rows) == 501 + 1446 and sum(row["right"] for row in rows) == 501
@@ -188,7 +171,7 @@ def test_wrong_answers_are_not_rewarded(rules, every, wrong_rewarded, right_refu
     assert (len(wrong), len(refused)) == (wrong_rewarded, right_refused), (wrong, refused)
 
 
-SAME_UNITS = r"""
+UNITS = r"""
 6 hours|6\text{ hrs}|6\text{ hr.};7 pounds|7\text{ lbs}|7\text{ lb};3 kg|3\text{ kgs}|3 kilograms
 ;7 mph|7\text{ miles per hour}|7\text{ miles/hour};2\text{ ft/sec}|2\text{ feet per second}
 ;7 km/h|7\text{ km/hr}|7\text{ kilometers per hour}|7\text{ kph}
@@ -206,7 +189,7 @@ UNITS = r"""
 
 @pytest.mark.parametrize("rules", ["strict", "math_verify"])
 @pytest.mark.parametrize("number", ["5", r"4.65 \times 10^{-5}"])
-def test_another_unit_is_refused_and_no_unit_or_another_spelling_is_not(rules, number):
+def test_another_unit_is_refused_and_no_unit_is_not(rules, number):
     units = [unit for line in UNITS.split("\n") for unit in line.split("|") if unit]
     same = [{" km", r"\mathrm{~km}"}, {" hours", " hr"}]
     pairs = [(one, other) for one in ("", *units) for other in units]
@@ -216,12 +199,21 @@ def test_another_unit_is_refused_and_no_unit_or_another_spelling_is_not(rules, n
     for pair, verdict in zip(pairs, verdicts, strict=True):
         agree = (not pair[0] and not (part_of_one and pair[1] == r"\%")) or pair[0] == pair[1]
         assert verdict.correct == (agree or {*pair} in same), pair
+
+
+SAME_UNITS = r"""
+6 hours|6\text{ hrs}|6\text{ hr.};7 pounds|7\text{ lbs}|7\text{ lb};3 kg|3\text{ kgs}|3 kilograms
+;7 mph|7\text{ miles per hour}|7\text{ miles/hour};2\text{ ft/sec}|2\text{ feet per second}
+;7 km/h|7\text{ km/hr}|7\text{ kilometers per hour}|7\text{ kph}
+;9 years|9\text{ years old}|9\text{ yrs};8\text{ cm}^3|8\text{ cc}|8\text{ cubic centimeters}
+"""
+
+
+def test_spellings_of_a_unit_are_the_same():
     for spellings in SAME_UNITS.replace("\n", "").split(";"):
-        for one, other in itertools.product(spellings.split("|"), repeat=2):
-            assert verify(f"Answer: {one}", other, rules=rules).correct, (one, other)
-
-
-# Hardness
+        first, *others = spellings.split("|")
+        for other in others:
+            assert verify(f"Answer: {other}", first, rules="strict").correct, other
 
 
 def _soup(generator: random.Random, alphabet: list[str], max_chars: int) -> str:
@@ -258,7 +250,7 @@ PIECES = [r"\text{a", "{x=", "{*", "$a", "a b", "1'", ",", "()", "a(", "=1", r"\
 
 
 @pytest.mark.parametrize("rules", LOCAL_RULES)
-def test_no_repetition_burns_cpu(rules):
+def test_no_repetition_burns_cpu_and_megabytes_cost_no_more_than_their_tail(rules):
     for unit in (*LATEX, *UNICODE, *PIECES):
         text, tries = ("Answer: " + unit * 300)[:300], []
         for _ in range(3):
@@ -266,31 +258,20 @@ def test_no_repetition_burns_cpu(rules):
             verify(text, text, rules=rules)
             tries.append(time.process_time() - start)
         assert min(tries) < 0.01, ascii(unit)
-
-
-@pytest.mark.parametrize("rules", LOCAL_RULES)
-def test_a_response_of_megabytes_or_of_line_ends_costs_no_more_than_its_tail(rules):
     response = r"Answer: \boxed{" * 2_000_000 + "\nAnswer: \\boxed{7}"
     start = time.process_time()
     assert verify(response, "7", rules=rules).correct
     assert time.process_time() - start < 0.02
+
+
+def test_line_ends_burn_no_cpu():
+    start = time.process_time()
     for length in range(900, 1000):
         assert not verify("\n" * length, "5", rules="math_verify").correct
     assert time.process_time() - start < 1.0
 
 
-# Symbolic equivalence
-
 HANGS = "Answer: $(x+y+z+w)^{99}$"  # ten seconds of the library's time
-
-
-@pytest.fixture(scope="module")
-def symbolic():
-    """The default pool."""
-    default_verifier.cache_clear()
-    with default_verifier() as verifier:
-        yield verifier
-    default_verifier.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -316,7 +297,7 @@ def _wait_for_the_end_of(pid: int) -> None:
 needs_proc = pytest.mark.skipif(not pathlib.Path("/proc/self/stat").exists(), reason="needs /proc")
 
 
-def test_math_verify_agrees_with_the_golden_rows(symbolic, shared):
+def test_math_verify_agrees_with_the_golden_rows(shared):
     r"""Those that do not agree, each given as an answer line unless it has a box:
 
     * a number or formula with words around it, as in "Jane started 3 hours ago";
@@ -330,7 +311,7 @@ def test_math_verify_agrees_with_the_golden_rows(symbolic, shared):
     responses = [
         row["pred"] if "boxed" in row["pred"] else f"Answer: {row['pred']}" for row in rows
     ]
-    verdicts = symbolic.verify_many(responses, [row["gold"] for row in rows])
+    verdicts = verify_many(responses, [row["gold"] for row in rows], rules="math_verify")
     graded = list(zip(rows, verdicts, strict=True))
     rewarded = [row["pred"] for row, verdict in graded if verdict.correct > row["expected"]]
     assert len(rows) == 188
@@ -338,30 +319,21 @@ def test_math_verify_agrees_with_the_golden_rows(symbolic, shared):
     assert rewarded == ["10, 4, -2"]
 
 
-def test_the_default_pool_serves_verify_from_any_thread(symbolic):
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        found = pool.submit(verify, "Answer: $2^5+10$", "42", rules="math_verify").result()
-    assert found == Verdict(True, "2^5+10", "correct")
-    assert verify_many(["Answer: 1"], ["2"], rules="math_verify")[0].status == "wrong"
-    assert default_verifier() is symbolic
+def test_an_answer_that_hangs_is_ended_once_and_the_others_go_on(lone, monkeypatch):
+    asked, ask, before = [], isolated.Worker.ask, lone.worker_pids()
 
+    def noting(worker, request, cpu_seconds):
+        asked.append(request)
+        return ask(worker, request, cpu_seconds)
 
-def test_an_answer_that_hangs_is_ended_and_the_others_go_on(lone):
-    before = lone.worker_pids()
-    verdicts = lone.verify_many(["Answer: 2^0", HANGS, "Answer: 2^1"], ["1", "x^2", "2"])
-    assert [verdict.status for verdict in verdicts] == ["correct", "timeout", "correct"]
-    assert lone.worker_pids() == before
-
-
-def test_the_limit_of_time_holds_where_its_signal_is_ignored():
-    """Workers inherit what the run ignores; the TPU's compiler leaves it with SIGPROF ignored."""
-    code = (
-        "import signal; from dapo_jax.verifier.symbolic_rules import SymbolicVerifier\n"
-        "signal.signal(signal.SIGPROF, signal.SIG_IGN)\n"
-        "with SymbolicVerifier(num_workers=1, cpu_seconds=0.2) as verifier:\n"
-        f"    print(verifier.verify({HANGS!r}, 'x^2').status)"
-    )
-    assert ran("-c", code).stdout == "timeout\n"
+    monkeypatch.setattr(isolated.Worker, "ask", noting)
+    answers = ["Answer: 2^0", *[HANGS] * 16, "Answer: 2^1"]
+    verdicts = lone.verify_many(answers, ["1", *["x^2"] * 16, "2"])
+    assert [it.status for it in verdicts] == ["correct", *["timeout"] * 16, "correct"]
+    assert lone.worker_pids() == before and len(asked) == 3
+    numbers = ("42", "43", r"\frac{84}{2}", "42.0", "42%", "9^{9^{9^9}}", "I give up after 42")
+    lone.verify_many([f"Answer: {number}" for number in numbers], ["42"] * len(numbers))
+    assert len(asked) == 3
 
 
 def test_a_worker_that_is_killed_at_work_changes_no_verdict(lone):
@@ -375,13 +347,10 @@ def test_a_worker_that_is_killed_at_work_changes_no_verdict(lone):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_ready", [True, False])
-def test_a_worker_that_is_stopped_is_replaced(monkeypatch, is_ready):
+def test_a_worker_that_is_stopped_is_replaced(monkeypatch):
     monkeypatch.setattr(isolated, "SILENCE_SECONDS", 3.0)
-    monkeypatch.setattr(isolated, "START_SECONDS", 20.0)
     with SymbolicVerifier(num_workers=1, cpu_seconds=0.4) as verifier:
-        if is_ready:
-            assert verifier.verify("Answer: 2^1+x", "x+2").correct
+        assert verifier.verify("Answer: 2^1+x", "x+2").correct
         (before,) = verifier.worker_pids()
         os.kill(before, signal.SIGSTOP)
         start = time.monotonic()
@@ -389,17 +358,14 @@ def test_a_worker_that_is_stopped_is_replaced(monkeypatch, is_ready):
         verdicts = verifier.verify_many(answers, [f"{2**power}+x" for power in range(20)])
         assert [verdict.status for verdict in verdicts] == ["correct"] * 20
         # Were each answer to wait for itself, it took 80 s; a busy host's workers start slowly.
-        assert 2 < time.monotonic() - start < 60
-        assert verifier.worker_pids() != [before]
+        assert time.monotonic() - start < 60 and verifier.worker_pids() != [before]
 
 
 def test_a_pool_that_cannot_start_says_so(monkeypatch):
     monkeypatch.setattr(isolated, "_PROGRAM", "import sys; sys.exit(7)")
     monkeypatch.setattr(isolated, "STARTS", 2)
-    with (
-        SymbolicVerifier(num_workers=1) as verifier,
-        pytest.raises(ChildProcessError, match="2 math_verify workers in a row were never ready"),
-    ):
+    message = "2 math_verify workers in a row were never ready"
+    with SymbolicVerifier(1) as verifier, pytest.raises(ChildProcessError, match=message):
         verifier.verify("Answer: 2^1", "2")
 
 
@@ -423,44 +389,31 @@ def test_an_answer_that_wants_all_memory_gets_a_gigabyte():
     assert ran("-c", program).stdout.split() == ["memory", "0", "done", "9"]
 
 
-def test_equal_pairs_are_graded_once_and_numbers_need_no_worker(lone, monkeypatch):
-    asked, ask = [], isolated.Worker.ask
-
-    def noting(worker, request, cpu_seconds):
-        asked.append(request)
-        return ask(worker, request, cpu_seconds)
-
-    monkeypatch.setattr(isolated.Worker, "ask", noting)
-    verdicts = lone.verify_many([HANGS] * 16, ["x^2"] * 16)
-    assert [verdict.status for verdict in verdicts] == ["timeout"] * 16
-    assert len(asked) == 1
-    answers = ["42", "43", r"\frac{84}{2}", "42.0", "42%", "I give up after 42 tries"]
-    answers = [f"Answer: {answer}" for answer in (*answers, "9^{9^{9^9}}")]
-    lone.verify_many(answers, ["42"] * len(answers))
-    assert len(asked) == 1
-
-
 @needs_proc
-def test_workers_end_with_the_block_and_load_no_jax(symbolic):
-    for pid in symbolic.worker_pids():
-        assert "jaxlib" not in pathlib.Path(f"/proc/{pid}/maps").read_text()
-    with SymbolicVerifier(num_workers=2) as verifier:
-        pids = verifier.worker_pids()
-    for pid in pids:
-        _wait_for_the_end_of(pid)
+def test_a_worker_has_its_limit_where_the_run_ignores_the_signal_and_ends_with_the_block():
+    """Workers inherit what the run ignores; the TPU's compiler leaves it with SIGPROF ignored."""
+    before = signal.signal(signal.SIGPROF, signal.SIG_IGN)
+    try:
+        with SymbolicVerifier(num_workers=1, cpu_seconds=0.2) as verifier:
+            assert verifier.verify(HANGS, "x^2").status == "timeout"
+            (pid,) = verifier.worker_pids()
+            assert "jaxlib" not in pathlib.Path(f"/proc/{pid}/maps").read_text()
+    finally:
+        signal.signal(signal.SIGPROF, before)
+    _wait_for_the_end_of(pid)
     with pytest.raises(RuntimeError, match="shutdown"):
         verifier.verify("Answer: 2^1", "2")
 
 
 @needs_proc
-def test_workers_end_with_the_process_however_it_ends():
+def test_workers_end_with_a_process_that_is_killed():
     program = (
-        "import os, signal, sys\n"
+        "import os, signal\n"
         "from dapo_jax.verifier.symbolic_rules import SymbolicVerifier\n"
         "verifier = SymbolicVerifier(1)\n"
         "verifier.verify('Answer: 2^0', '1')\n"
         "print(*verifier.worker_pids(), flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    for end in ("sys.exit(0)", "os.kill(os.getpid(), signal.SIGKILL)"):
-        (pid,) = map(int, ran("-c", program + end, status=None).stdout.split())
-        _wait_for_the_end_of(pid)
+    (pid,) = map(int, ran("-c", program, status=-signal.SIGKILL).stdout.split())
+    _wait_for_the_end_of(pid)
