@@ -14,6 +14,7 @@ from scripted import Script, kept_cursors
 from scripted import run as scripted
 from shared_programs import programs_compiled_once, small_config  # noqa: F401
 
+from configs.compare import config_differences
 from dapo_jax import algorithm, train
 from dapo_jax.checkpoints import fingerprint
 from dapo_jax.checkpoints.fingerprint import Parent
@@ -206,7 +207,7 @@ def test_a_fork_needs_a_run(tmp_path):
 def test_a_path_may_be_written_in_another_way(one, other, same):
     old, new = {"model": {"path": one}}, {"model": {"path": other}}
     found = [] if same else [f"model.path is {other!r}, but was {one!r}"]
-    assert fingerprint.config_differences(old, new) == found
+    assert config_differences(old, new) == found
 
 
 # algo.filter_groups

@@ -20,8 +20,8 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from configs.base import MAY_CHANGE, OF_POLICY, eval_settings, mixture_settings
+from configs.compare import as_json, config_differences, current, fill_open
 from dapo_jax import hub
-from dapo_jax.cli.config_flags import as_json, config_differences, current, fill_open
 from dapo_jax.logs.files import read_json, read_rows, read_starts
 from dapo_jax.logs.provenance import NAME as STARTS
 from dapo_jax.process import hosts

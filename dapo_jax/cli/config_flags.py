@@ -1,15 +1,11 @@
-"""Configs on the command line: --config=FILE[:PRESET], its keys as flags, help, and differences.
+"""Configs on the command line: --config=FILE[:PRESET], its keys as flags, and their help."""
 
-A key that the config lacks is refused with the nearest name, or the one that it has now.
-"""
-
-import difflib
 import json
 import pathlib
 import re
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
@@ -17,84 +13,12 @@ from ml_collections.config_dict import placeholder
 from ml_collections.config_flags.config_flags import ConfigFileFlagParser
 
 from configs import base
+from configs.compare import SET_KEY, complete, current, found, hint, keys, on_defaults
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 KEY_FLAG = re.compile(r"--?(?:no)?config\.([^=\[]+)")
 ARGUMENT = re.compile(r"(.+args)\.(\w+)")  # of a task or a chat template
-SET_KEY = re.compile(r"((?:eval\.sets|data\.mixture)\.[^.]+)\.")
 NEEDED = ("path", "kind", "task")  # what a new set has one of
 HELP = ("--help", "-help", "-h", "--helpfull", "--helpshort")
-# A name on the hub, of which the revision does not count: a fingerprint has its files' digests.
-HUB_NAME = re.compile(
-    r"(?:hf://)?((?:datasets/)?[\w.-]+/[\w.-]+)(?:@(?:refs/\w+/)?[^/]+)?(/.+)?", re.ASCII
-)
-
-
-def found(path: str) -> str:
-    """Returns the path as it is, or that below the project where only there is something.
-
-    A part behind a colon (a config's preset) counts as no part of the path.
-    """
-    name, colon, rest = path.partition(":")
-    if not name or rest.startswith("//") or pathlib.Path(name).exists():
-        return path
-    return f"{ROOT / name}{colon}{rest}" if (ROOT / name).exists() else path
-
-
-def complete(config: ConfigDict) -> None:
-    """Completes, in an unlocked config, every path that exists beside the code alone."""
-    for name, value in config.items():
-        if isinstance(value, ConfigDict):
-            complete(value)
-        elif name == "path" and isinstance(value, str):
-            config[name] = found(value)
-
-
-def current(config: Mapping) -> ConfigDict:
-    """Returns a run's config as it is now: without keys that are gone, newer ones by default."""
-    return _on_defaults(ConfigDict(config, type_safe=False))[0]
-
-
-def as_json(config: ConfigDict) -> dict:
-    """Returns a config as JSON has it."""
-    return json.loads(config.to_json_best_effort())
-
-
-def fill_open(config: ConfigDict, chosen: Mapping) -> None:
-    """Takes what a config leaves open from the one that a run has in its config.json."""
-    for name, value in base.leaves(config):
-        if (key := base.KEYS.get(name)) and key.open is not None and value == key.open:
-            section, _, last = name.partition(".")
-            config[section][last] = chosen[section].get(last, value)
-
-
-def config_differences(
-    old: dict, new: dict, *, among=("",), but=(), before: str = "was {}"
-) -> list[str]:
-    """Lists, key by key, where two configs differ; a path may be written in another way.
-
-    among, but: the beginnings of the keys that count, and of those that do not. before: the words
-    for an old value.
-    """
-    old, new = (dict(base.leaves(current(it))) for it in (old, new))
-    pairs = [(name, old.get(name), new.get(name)) for name in sorted(old.keys() | new.keys())]
-    return [
-        f"{name} is {b!r}, but {before.format(repr(a))}"
-        for name, a, b in pairs
-        if a != b and name.startswith(among) and not name.startswith(but)
-        if not _same_place(name, a, b)
-    ]
-
-
-def _same_place(key: str, one, other) -> bool:
-    """True if two values of a path mean one folder, or one repository on the hub."""
-
-    def places(path: str) -> set:
-        name = HUB_NAME.fullmatch(path)
-        folder = path if "://" in path else pathlib.Path(found(path)).resolve()
-        return {name.groups() if name else path, folder}
-
-    return bool(key.endswith(".path") and one and other and places(one) & places(other))
 
 
 def define_config(
@@ -161,7 +85,7 @@ class ConfigParser(ConfigFileFlagParser):
             raise ValueError(f"{_place(error, file)}: {error_line(error)}") from None
         if config is None:
             raise ValueError(f"{file}: get_config returns nothing; end it with `return config`")
-        config, wrong = _on_defaults(config)
+        config, wrong = on_defaults(config)
         if wrong:
             raise ValueError(f"{file}: {numbered(wrong)}")
         argv = (sys.argv if self._argv is None else self._argv)[1:]
@@ -193,50 +117,11 @@ class ConfigParser(ConfigFileFlagParser):
         return config.lock()
 
 
-def _on_defaults(given: ConfigDict):
-    """Sets the values of a config on the defaults: (config, refusals of keys and of types).
-
-    A data set may leave keys out.
-    """
-    config, wrong = base.get_config(), []
-    for of_set in filter(None, map(SET_KEY.match, keys(given))):
-        config.update_from_flattened_dict({of_set[1]: base.dataset()})
-    known = list(keys(config))
-    for name, value in base.leaves(given):
-        key = base.key_of(name)
-        try:
-            if name not in known:
-                wrong.append(f"the config has no key {name!r}{hint(name, known)}")
-            elif key is None:
-                wrong.append(f"{name} = {value!r}, but is a section with keys of its own")
-            else:
-                config.update_from_flattened_dict({name: key.cast(value)})
-        except TypeError as error:
-            wrong.append(f"{name} = {error}")
-    return config, wrong
-
-
 def numbered(refusals: Sequence[str]) -> str:
     """Returns refusals as one line, numbered where there are several."""
     if len(refusals) == 1:
         return refusals[0]
     return "; ".join(f"({i}) {refusal}" for i, refusal in enumerate(refusals, start=1))
-
-
-def hint(name: str, known: Sequence[str], prefix: str = "") -> str:
-    """Returns the question for the key that a wrong one is likely to mean; "" if none is near."""
-    if new := base.RENAMED.get(name):
-        return f" (its name is {prefix}{new} now)"
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-    return f" (Did you mean {prefix}{near[0]}?)" if near else ""
-
-
-def keys(config: ConfigDict, prefix: str = "") -> Iterator[str]:
-    """Yields the dotted name of every key of a config, sections included."""
-    for name in config:
-        yield prefix + name
-        if isinstance(config[name], ConfigDict):
-            yield from keys(config[name], f"{prefix}{name}.")
 
 
 def _place(error: BaseException, file: str) -> str:

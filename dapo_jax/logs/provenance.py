@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import jax
 from ml_collections import ConfigDict
 
-from dapo_jax.cli.config_flags import ROOT, as_json
+from configs.compare import ROOT, as_json
 from dapo_jax.logs.files import append_line, json_digest
 from dapo_jax.process import hosts
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
-from dapo_jax.cli.config_flags import as_json
+from configs.compare import as_json
 from dapo_jax.logs import files
 from dapo_jax.logs.display import Display, evaluation_line
 from dapo_jax.logs.metrics import DIGESTS, LOGP, STATE, TASK, TOKENS, VERDICTS

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 from ml_collections import ConfigDict
 
+from configs.compare import complete, current
 from dapo_jax.checkpoints import fingerprint
 from dapo_jax.checkpoints.store import Checkpoints
-from dapo_jax.cli.config_flags import complete, current
 from dapo_jax.logs.files import read_json
 from dapo_jax.process import compile_cache, hosts
 from dapo_jax.setup import auto_sizes, components, start

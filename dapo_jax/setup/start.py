@@ -27,13 +27,13 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from configs.base import leaves
+from configs.compare import as_json, config_differences
 from dapo_jax import hub, losses
 from dapo_jax.checkpoints import fingerprint
 from dapo_jax.checkpoints.fingerprint import Parent
 from dapo_jax.checkpoints.progress import Progress
 from dapo_jax.checkpoints.snapshots import Snapshots
 from dapo_jax.checkpoints.store import Checkpoints
-from dapo_jax.cli.config_flags import as_json
 from dapo_jax.learner import TrainState
 from dapo_jax.logs import writers
 from dapo_jax.logs.alarms import Alarms, require_finite
@@ -137,7 +137,7 @@ def accept(config: ConfigDict, *unread: str, training: bool) -> None:
     unread: how keys begin whose paths the command does not read.
     """
     check(config, training=training)
-    fingerprint.require_alike(hosts.gather(as_json(config)), fingerprint.config_differences)
+    fingerprint.require_alike(hosts.gather(as_json(config)), config_differences)
     hub.fetch(hub.paths(config, *unread))
 
 

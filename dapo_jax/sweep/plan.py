@@ -6,7 +6,6 @@ differ in their seed alone. A point is one run: an arm and a seed.
 
 import dataclasses
 import itertools
-import json
 import pathlib
 import re
 import shlex
@@ -15,7 +14,8 @@ from collections.abc import Sequence
 from ml_collections import ConfigDict
 
 from configs.base import MAY_CHANGE
-from dapo_jax.cli.config_flags import KEY_FLAG, config_differences, read_config
+from configs.compare import as_json, config_differences
+from dapo_jax.cli.config_flags import KEY_FLAG, read_config
 from dapo_jax.logs.files import read_json, write_json
 from dapo_jax.report.runs import sweep_label
 from dapo_jax.setup import checks
@@ -163,7 +163,7 @@ def record(plan: Plan, folder: pathlib.Path) -> None:
     """
     path = folder / "sweep.json"
     shared = read_config([f"--config={plan.config}", *plan.flags])  # without any arm's settings
-    new = {"start": plan.start, "recipe": json.loads(shared.to_json_best_effort())}
+    new = {"start": plan.start, "recipe": as_json(shared)}
     old = read_json(path) if path.is_file() else new | {"arms": {}, "seeds": []}
     may_change = tuple(key for key in MAY_CHANGE if not key.startswith("eval."))
     found = config_differences(old["recipe"], new["recipe"], but=may_change)
