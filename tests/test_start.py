@@ -179,7 +179,7 @@ def test_a_run_keeps_the_day_of_its_first_start(tmp_path, monkeypatch):
         (tmp_path / "config.json").write_text(json.dumps({"tokenizer": saved}))
         assert fingerprint.day_of(tmp_path) == kept
     found = types.SimpleNamespace
-    monkeypatch.setattr(starts, "plan", lambda config, read, fit, training: found(**locals()))
+    monkeypatch.setattr(starts, "plan", lambda config, read, training: found(**locals()))
     planned = starts.plan_training(recipe(), tmp_path / "fork", Parent(tmp_path, 2))
     assert planned.read.keywords["begun"] == tmp_path
 

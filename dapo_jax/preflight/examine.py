@@ -1,6 +1,7 @@
 """Compiles a config for a topology, and adds up the bytes of a device in each phase."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 
@@ -122,10 +123,10 @@ def planned(config: ConfigDict, devices, device_bytes: int) -> start.Planned:
         tokenizer = any_tokenizer(components.model_sizes(config).vocab_size)
         return tokenizer, components.load_data(config, tokenizer, training=False, evaluates=False)
 
-    def fit(config, *_):
-        auto_sizes.fit_training(config, devices=devices, device_bytes=device_bytes)
-
     start.accept(config, "data.", "eval.", training=False)
+    fit = functools.partial(
+        auto_sizes.fit_training, devices=devices, device_bytes=device_bytes
+    )
     return start.plan(config, read, fit, training=True, devices=devices)
 
 

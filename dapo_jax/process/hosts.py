@@ -15,7 +15,6 @@ import contextlib
 import errno
 import functools
 import os
-import pathlib
 import pickle
 import re
 import signal
@@ -39,7 +38,6 @@ COORDINATOR, PROCESSES, PROCESS = "DAPO_COORDINATOR", "DAPO_PROCESSES", "DAPO_PR
 # threads of C++, which neither a compilation nor a long hold of the interpreter's lock stops.
 HEARTBEAT_SECONDS = 12
 WAITING_SECONDS = 10.0  # between the lines of a process that waits for the others to start
-ESTABLISHED = "01"  # a connection's state in /proc/net/tcp
 RETRYABLE = 75  # exit status (EX_TEMPFAIL): no fault of the settings, the same command can go on
 END, GONE = "end", "gone"  # keys: how all processes end, and how many have read it
 PARTING_SECONDS = 3.0  # the longest that the main process, whose end ends the store, waits
@@ -112,22 +110,19 @@ def _saying_what_is_waited_for(cluster: dict[str, Any]) -> Iterator[None]:
     port = address.rpartition(":")[2]
     if cluster.get("process_id") == 0 and port.isdecimal():
         try:
-            with contextlib.closing(socket.socket(socket.AF_INET6)) as probe:
+            with socket.socket(socket.AF_INET6) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(("::", int(port)))
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 message = f"{COORDINATOR}={address}: that port is in use here; give another"
                 raise ValueError(message) from None
+    who = f"{cluster.get('num_processes', 'all')} processes at {address or 'the pod'}"
     done, start = threading.Event(), time.monotonic()
 
     def say():
         while not done.wait(WAITING_SECONDS):
-            who = f"{cluster.get('num_processes', 'all')} processes at {address or 'the pod'}"
-            if cluster.get("process_id") == 0 and port.isdecimal():
-                who += f" ({_connected(int(port))} are there)"
-            seconds = time.monotonic() - start
-            print(f"waiting for {who}, {seconds:.0f} s", file=sys.stderr, flush=True)
+            _print(f"waiting for {who}, {time.monotonic() - start:.0f} s")
 
     threading.Thread(target=say, name="waiting", daemon=True).start()
     # Ctrl-C would wait for JAX, whose library then aborts with its stack.
@@ -137,15 +132,6 @@ def _saying_what_is_waited_for(cluster: dict[str, Any]) -> Iterator[None]:
     finally:
         signal.signal(signal.SIGINT, handler)
         done.set()
-
-
-def _connected(port: int) -> int:
-    """Counts the connections to a port of this machine, one a process, as Linux lists them."""
-    tables = [pathlib.Path("/proc/net", name) for name in ("tcp", "tcp6")]
-    text = b"".join(table.read_bytes() for table in tables if os.access(table, os.R_OK)).decode(
-        "latin1"
-    )
-    return len(re.findall(rf":{port:04X} \S+ {ESTABLISHED} ", text))
 
 
 def started() -> bool:
@@ -259,12 +245,16 @@ def kv_get(name: str, *, wait_seconds: float) -> str | None:
         raise
 
 
-def fail(message: str, *, code: int) -> None:
-    """Ends all processes at once: the others would wait forever for this one."""
-    *before, line = message.strip().splitlines()
-    if before:
-        _print("\n".join(before))
-    end(line, code)
+def fail(message: str, *, code: int = 1) -> None:
+    """Ends all processes at once: the others would wait forever for this one. Alone it goes on.
+
+    Asks JAX for nothing: it would start its backends, and wait there for the others.
+    """
+    if started():
+        *before, line = message.strip().splitlines()
+        if before:
+            _print("\n".join(before))
+        end(line, code)
 
 
 def end(line: str, status: int, *, say: Callable[[str], None] | None = None) -> None:
@@ -274,12 +264,11 @@ def end(line: str, status: int, *, say: Callable[[str], None] | None = None) -> 
     """
     if not started():
         leave(line, status, say=say)
-    me = distributed.global_state.process_id
     failed = " failed" if status == 1 else ""
-    theirs = _quickly(lambda: _first_end(f"{status} process {me}{failed}: {line}"), PARTING_SECONDS)
-    if theirs is None:
-        leave(line, status, say=say)
-    _follow(theirs)
+    mine = f"{status} process {distributed.global_state.process_id}{failed}: {line}"
+    if theirs := _quickly(lambda: _first_end(mine), PARTING_SECONDS):
+        _follow(theirs)
+    leave(line, status, say=say)
 
 
 def leave(line: str, status: int, *, say: Callable[[str], None] | None = None) -> None:
@@ -331,7 +320,6 @@ def _first_end(text: str) -> str | None:
 
 
 def _follow(text: str) -> None:
-    """Ends this process as another one has said."""
     status, _, line = text.partition(" ")
     leave(line, int(status))
 

@@ -3,10 +3,10 @@
     refuse settings -> fetch names on the hub -> lock the folder -> read tokenizer and data
     -> fill in open sizes -> plan mesh and programs -> restore weights -> record and compile
 
-A config is a wish until `plan` resolves it into a new one, without open keys, that nothing changes.
-`plan` locks, writes, loads to devices and compiles nothing (preflight; `plan_training`: a dry run).
-`open_run` has all that a training step needs, setup/policy.py the weights of a policy. They raise
-ValueError and OSError, with the setting to change, on all processes alike.
+A config is a wish until `plan` resolves it into a new one, without open keys. `plan` locks, writes,
+loads to devices and compiles nothing (preflight; `plan_training`: a dry run). `open_run` has all
+that a training step needs, setup/policy.py the weights of a policy. They raise ValueError and
+OSError, with the setting to change, on all processes alike.
 
 A fork continues its parent's policy, optimizer moments, place in the prompt stream and randomness,
 under another config: forks of one checkpoint share prompts and sampling noise until their weights
@@ -14,7 +14,6 @@ differ. The parent is read and never written to.
 """
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import pathlib
@@ -46,25 +45,6 @@ from dapo_jax.sampler.session import Stream
 from dapo_jax.setup import auto_sizes, checks, components
 from dapo_jax.tasks.datasets import Dataset
 from dapo_jax.tasks.tokenizer import Tokenizer
-
-
-class Resolved(ConfigDict):
-    """A copy of a config whose keys nothing sets; AttributeError says so.
-
-    A FrozenConfigDict would refuse arguments of a task with dicts in a list, and change lists.
-    """
-
-    def __init__(self, config: ConfigDict):
-        super().__init__(type_safe=False)
-        for name, value in config.items():
-            is_section = isinstance(value, ConfigDict)
-            super().__setitem__(name, Resolved(value) if is_section else copy.deepcopy(value))
-
-    def __setitem__(self, name: str, value):
-        raise AttributeError(f"a resolved config is not changed: {name} = {value!r:.80}")
-
-    def __delitem__(self, name: str):
-        raise AttributeError(f"a resolved config is not changed: {name}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +133,14 @@ def check(config: ConfigDict, *, training: bool = True) -> None:
     checks.together(*looks)
 
 
-def plan(wish: ConfigDict, read: Callable, fit: Callable, *, training: bool, devices=None):
+def plan(
+    wish: ConfigDict,
+    read: Callable,
+    fit: Callable = auto_sizes.fit_training,
+    *,
+    training: bool,
+    devices=None,
+) -> Planned:
     """Reads tokenizer and data, resolves what a config leaves open, and makes its programs.
 
     read(config) -> (tokenizer, data). fit(config, tokenizer, data): fills in the sizes that are
@@ -161,16 +148,15 @@ def plan(wish: ConfigDict, read: Callable, fit: Callable, *, training: bool, dev
     """
     config, given = wish.copy_and_resolve_references(), dict(leaves(wish))
     auto_sizes.fit_model(config, training=training)
-    looks = (functools.partial(components.model_sizes, config), functools.partial(read, config))
-    _, (tokenizer, data) = checks.together(*looks)
+    _, (tokenizer, data) = checks.together(
+        lambda: components.model_sizes(config), lambda: read(config)
+    )
     if training:
         auto_sizes.fit_data(config, data, given=given)
     fit(config, tokenizer, data)
     checks.check(config)
-    config = Resolved(config)
-    chosen = [f"{key} = {value!r}" for key, value in leaves(config) if value != given[key]]
-    if chosen:
-        chosen = [f"chosen by the model, the data and the devices: {', '.join(chosen)}"]
+    new = ", ".join(f"{key} = {value!r}" for key, value in leaves(config) if value != given[key])
+    chosen = [f"chosen by the model, the data and the devices: {new}"] if new else []
     programs = components.programs(config, tokenizer.vocab_size, devices=devices)
     if training:
         checks.check_divides(config, programs.mesh)
@@ -181,7 +167,7 @@ def plan_training(config: ConfigDict, workdir: pathlib.Path, parent: Parent | No
     """Plans the run in `workdir`; refuses that of another config."""
     begun = parent.workdir if parent else workdir
     read = functools.partial(read_data, begun=begun, training=True)
-    planned = plan(config, read, lambda it, *_: auto_sizes.fit_training(it), training=True)
+    planned = plan(config, read, training=True)
     hosts.on_main(lambda: fingerprint.require_same_config(planned.config, workdir))
     return planned
 
