@@ -123,13 +123,13 @@ class Snapshots:
     def _save_newest(self) -> None:
         """Asks for the newest snapshot, due or not: of all processes, the main one decides."""
         if not hosts.is_main_host():
-            return hosts.kv_put("stop", FAILED)
+            hosts.kv_put("stop", FAILED)
+            return
         with self._changed:
             if self._newest and self._newest[-1] not in self._pending:
                 self._pending.append(self._newest[-1])
             self._closing = True
             self._changed.notify_all()
-        return None
 
     def _raise_error(self) -> None:
         if self._error:
@@ -149,12 +149,12 @@ class Snapshots:
         try:
             while (order := next_order()) != "close":
                 what, *arguments = order.split()
-                if what == "save":
-                    if (snapshot := self._snapshot(int(arguments[0]))) is None:
-                        return  # the error of the main thread ends all
+                if what != "save":
+                    self._end(*arguments)
+                elif snapshot := self._snapshot(int(arguments[0])):
                     self._save(snapshot)
                 else:
-                    self._end(*arguments)
+                    return  # the error of the main thread ends all
         except Exception as error:
             self._fail(error)
 
@@ -202,7 +202,8 @@ class Snapshots:
 
     def _order(self) -> str:
         """Gives the main host's next order: `save STEP`, `stop NAME [STEP]` or `close`."""
-        while True:
+        order = ""
+        while not order:
             with self._changed:
                 if self._stopped_at is not None:
                     step = self._newest[-1].step if self._newest else ""
@@ -213,15 +214,14 @@ class Snapshots:
                     order = "close"
                 else:
                     self._changed.wait(POLL_SECONDS)
-                    order = None
-            if order is not None:
+            if order:
                 hosts.kv_put(f"order/{self._orders}", order)
                 self._orders += 1
-                return order
-            if (name := hosts.kv_get("stop", wait_seconds=0)) == FAILED:
+            elif (name := hosts.kv_get("stop", wait_seconds=0)) == FAILED:
                 self._save_newest()
             elif name is not None:
                 self._stop(name)
+        return order
 
     def _received_order(self) -> str:
         """Waits for the main host's next order."""
@@ -247,14 +247,14 @@ def host_copy(state):
     The copy survives the donation of `state`, and takes no memory of an accelerator.
     """
 
-    def on_host(sharding):
-        device = next(iter(sharding.addressable_devices))
+    def on_host(leaf):
+        device = next(iter(leaf.sharding.addressable_devices))
         kinds = {memory.kind for memory in device.addressable_memories()}
-        return sharding.with_memory_kind(HOST_MEMORY) if HOST_MEMORY in kinds else sharding
+        of = leaf.sharding
+        return of.with_memory_kind(HOST_MEMORY) if HOST_MEMORY in kinds else of
 
-    shardings = jax.tree.map(lambda leaf: on_host(leaf.sharding), state)
     # One function for all calls: JAX compiles it once for the same shapes and shardings.
-    return jax.jit(_copied, out_shardings=shardings)(state)
+    return jax.jit(_copied, out_shardings=jax.tree.map(on_host, state))(state)
 
 
 def _copied(state):

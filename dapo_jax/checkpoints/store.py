@@ -35,6 +35,17 @@ class DamagedError(ValueError):
     """A checkpoint's files are missing, cut short or not what was saved."""
 
 
+@contextlib.contextmanager
+def _reading() -> Iterator[None]:
+    """Makes a DamagedError of an error that is a fault of the files."""
+    try:
+        yield
+    except Exception as error:
+        if is_damage(error):
+            raise DamagedError(brief(error)) from error
+        raise
+
+
 @dataclasses.dataclass
 class Best:
     """Preserves, where Orbax asks, the checkpoint with the highest score. scores: by its step."""
@@ -71,22 +82,23 @@ class Checkpoints:
         self._best = Best({})
         policies = [preservation.LatestN(keep), self._best]
         policies += [preservation.EveryNSteps(keep_period)] if keep_period else []
+        # Named processes wait for each other in the key-value store. Else they would on the
+        # devices, and a save would have to wait for what those are doing.
+        processes = ocp.options.MultiprocessingOptions(
+            active_processes=set(range(hosts.count())) if hosts.count() > 1 else None
+        )
         options = ocp.CheckpointManagerOptions(
             preservation_policy=preservation.AnyPreservationPolicy(policies),
             create=False,
             enable_async_checkpointing=False,
             # A run has its folder to itself; what only reads may see one being written.
             cleanup_tmp_directories=keep is not None,
-            # Named processes wait for each other in the key-value store. Else they would on the
-            # devices, and a save would have to wait for what those are doing.
-            multiprocessing_options=ocp.options.MultiprocessingOptions(
-                active_processes=set(range(hosts.count())) if hosts.count() > 1 else None
-            ),
+            multiprocessing_options=processes,
         )
-        how = {"multiprocessing_options": options.multiprocessing_options}
-        self._state_handler = ocp.StandardCheckpointHandler(**how)
-        handlers = {it: ocp.JsonCheckpointHandler(**how) for it in ("progress", "manifest")}
-        handlers["state"] = self._state_handler
+        self._state_handler = ocp.StandardCheckpointHandler(multiprocessing_options=processes)
+        handlers = {"state": self._state_handler}
+        for item in ("progress", "manifest"):
+            handlers[item] = ocp.JsonCheckpointHandler(multiprocessing_options=processes)
         self._manager = ocp.CheckpointManager(directory, options=options, item_handlers=handlers)
 
     def save(self, step: int, state: Any, progress: dict, arrays: Mapping | None = None) -> bool:
@@ -165,7 +177,7 @@ class Checkpoints:
         """Reads whose run a checkpoint is; None where it was saved without; DamagedError."""
         file = self.directory / str(step) / "manifest" / "metadata"
         try:
-            return _reading(lambda: _read_manifest(file))["fingerprint"]
+            return _read_manifest(file)["fingerprint"]
         except DamagedError as error:
             raise DamagedError(f"{file} cannot be read ({error})") from error
 
@@ -198,9 +210,9 @@ class Checkpoints:
         folder, name = self.directory / str(step), f"checkpoint {step} in {self.directory}"
         content, refusal, outcome, why, parts, manifest = None, None, READ, "", {}, {}
         try:
-            manifest = _reading(lambda: _read_manifest(folder / "manifest" / "metadata"))
+            manifest = _read_manifest(folder / "manifest" / "metadata")
             self._require_same(step, abstract_state, manifest, require)
-            content = _reading(lambda: self._restored(folder, abstract_state))
+            content = self._restored(folder, abstract_state)
             parts = digests.parts_of(content[0], replicas=True)
             if json_digest(content[1]) != manifest["progress"]:
                 outcome, why = DAMAGED, "its progress is not what was saved"
@@ -229,6 +241,7 @@ class Checkpoints:
             raise refusal if outcome == REFUSED else ValueError(f"{name}: {why}")
         return content
 
+    @_reading()
     def _restored(self, folder: epath.Path, abstract_state: Any):
         progress = json.loads((folder / "progress" / "metadata").read_text())
         restore = ocp.args.StandardRestore(abstract_state)
@@ -274,16 +287,7 @@ class Checkpoints:
                 time.sleep(1)
 
 
-def _reading(read: Callable[[], Any]) -> Any:
-    """Calls `read`; raises DamagedError for what is a fault of the files."""
-    try:
-        return read()
-    except Exception as error:
-        if is_damage(error):
-            raise DamagedError(brief(error)) from error
-        raise
-
-
+@_reading()
 def _read_manifest(file: epath.Path) -> dict:
     manifest = json.loads(file.read_text())
     digest = manifest.pop("digest")

@@ -124,9 +124,7 @@ def planned(config: ConfigDict, devices, device_bytes: int) -> start.Planned:
         return tokenizer, components.load_data(config, tokenizer, training=False, evaluates=False)
 
     start.accept(config, "data.", "eval.", training=False)
-    fit = functools.partial(
-        auto_sizes.fit_training, devices=devices, device_bytes=device_bytes
-    )
+    fit = functools.partial(auto_sizes.fit_training, devices=devices, device_bytes=device_bytes)
     return start.plan(config, read, fit, training=True, devices=devices)
 
 

@@ -257,22 +257,22 @@ def fail(message: str, *, code: int = 1) -> None:
         end(line, code)
 
 
-def end(line: str, status: int, *, say: Callable[[str], None] | None = None) -> None:
-    """Ends all processes with the line and the status, or as the first one that ended has said.
-
-    say: what prints the line here, standard error by default.
-    """
+def end(line: str, status: int) -> None:
+    """Ends all processes with the line and the status, or as the first one that ended has said."""
     if not started():
-        leave(line, status, say=say)
+        leave(line, status)
     failed = " failed" if status == 1 else ""
     mine = f"{status} process {distributed.global_state.process_id}{failed}: {line}"
     if theirs := _quickly(lambda: _first_end(mine), PARTING_SECONDS):
         _follow(theirs)
-    leave(line, status, say=say)
+    leave(line, status)
 
 
 def leave(line: str, status: int, *, say: Callable[[str], None] | None = None) -> None:
-    """Ends this process, which says the line. The main one lets the others read the store first."""
+    """Ends this process, which says the line. The main one lets the others read the store first.
+
+    say: prints the line; None: to standard error.
+    """
     if not _ending.acquire(blocking=False):
         threading.Event().wait()  # another thread is at it
     with contextlib.suppress(Exception, SystemExit):  # nobody may be there to read it any more

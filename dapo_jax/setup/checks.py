@@ -157,25 +157,22 @@ def check_model(
         )
 
 
-def check_vocabulary(tokenizer_ids: int, sizes: ModelConfig) -> None:
-    """Refuses a tokenizer with more ids than the model has embedding rows (ValueError)."""
-    if tokenizer_ids > sizes.vocab_size:
-        raise ValueError(
-            f"the tokenizer has {tokenizer_ids} ids, but the model only {sizes.vocab_size} "
-            "embedding rows; set tokenizer.path to the model's own tokenizer"
-        )
-
-
-def check_targets(config: ConfigDict, sizes: ModelConfig) -> None:
-    """Refuses LoRA of matrices that the model's layers lack, as those of experts (ValueError)."""
+@_refusing
+def check_parameters(config: ConfigDict, tokenizer_ids: int, sizes: ModelConfig) -> Conditions:
+    """Refuses more ids than the model has embedding rows, and LoRA of what it lacks (ValueError)."""
+    yield (
+        tokenizer_ids <= sizes.vocab_size,
+        f"the tokenizer has {tokenizer_ids} ids, but the model only {sizes.vocab_size} embedding "
+        "rows; set tokenizer.path to the model's own tokenizer",
+    )
     matrices = {p.name.partition("_")[0] for p in sizes.layer.parameters if "E" not in p.axes}
     able = [target for target in MATRICES if target in matrices]
-    if config.learner.lora_rank and (missing := set(config.learner.lora_targets) - set(able)):
-        raise ValueError(
-            f"learner.lora_targets has {', '.join(t for t in MATRICES if t in missing)}, which "
-            f"model_type {sizes.model_type!r} does not adapt: experts and routers are left alone; "
-            f"there are {', '.join(able)}"
-        )
+    missing = [it for it in MATRICES if it in config.learner.lora_targets and it not in able]
+    yield (
+        not (config.learner.lora_rank and missing),
+        f"learner.lora_targets has {', '.join(missing)}, which model_type {sizes.model_type!r} "
+        f"does not adapt: experts and routers are left alone; there are {', '.join(able)}",
+    )
 
 
 def check_divides(config: ConfigDict, mesh: jax.sharding.Mesh) -> None:

@@ -318,8 +318,7 @@ def programs(config: ConfigDict, vocab_size: int, *, devices=None) -> Programs:
     None: all of this program's.
     """
     sizes = model_sizes(config)
-    checks.check_vocabulary(vocab_size, sizes)
-    checks.check_targets(config, sizes)
+    checks.check_parameters(config, vocab_size, sizes)
     mesh = mesh_of(config, devices)
     kernels = kernels_for(config.model.kernels, platform_of(mesh))
     constants = learning(config, vocab_size, kernels, routes=sizes.routes)
