@@ -173,10 +173,7 @@ def _of_mine(files: Sequence[epath.Path]) -> dict[str, str]:
 
 
 def of_prompts(prompts: Sequence[Prompt]) -> dict:
-    """Digests a data set's texts and answers in their order, and their token ids.
-
-    The ids depend on the tokenizer's library too.
-    """
+    """Digests a data set's texts and answers in order, and its token ids: a library makes those."""
     digest, ids = hashlib.sha256(), hashlib.sha256()
     for prompt in prompts:
         example = prompt.example
@@ -203,10 +200,7 @@ def _plain(value) -> object:
 
 
 def parent_of(workdir: pathlib.Path, given: Parent | None) -> Parent | None:
-    """Returns what the run in `workdir` began from; `given` where there is none yet.
-
-    Raises ValueError where --start (`given`) is another one.
-    """
+    """Returns what the run in `workdir` began from, else `given`; ValueError where they differ."""
     if not any((workdir / name).exists() for name in ("config.json", "metrics.jsonl")):
         return given
     starts = read_starts(workdir / STARTS)
@@ -285,10 +279,7 @@ def require_alike(everyone: Sequence, compare: Callable) -> None:
 def require_policy(
     config: ConfigDict, theirs: dict, where: str, *, may_differ: tuple[str, ...] = ()
 ) -> None:
-    """Refuses a config that makes another policy than a run's does (ValueError).
-
-    The seed counts where it makes the weights.
-    """
+    """Refuses a config of another policy (ValueError); a seed counts if it makes the weights."""
     compared = OF_POLICY + (() if config.model.path else ("seed",))
     differing = config_differences(theirs, as_json(config), among=compared, but=may_differ)
     if differing:

@@ -97,10 +97,7 @@ class Snapshots:
     def take(
         self, step: int, state: Any, progress: Progress, arrays: Mapping, *, force: bool = False
     ) -> None:
-        """Copies the state after `step` finished steps; saved if due, forced, or on a stop.
-
-        Waits for a forced one, the run's last, to be saved.
-        """
+        """Copies the state after so many steps; saved if due, or forced, which it waits for."""
         start = time.monotonic()
         snapshot = Snapshot(step, host_copy(state), progress, arrays)
         with self._changed:

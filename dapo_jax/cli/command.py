@@ -43,10 +43,7 @@ def run(main: Callable[[list[str]], None]) -> None:
 
 
 def parse_flags(argv: list[str]) -> list[str]:
-    """Parses flags for absl; a bad flag, key, value, preset or config file ends with one line.
-
-    Arguments that no flag takes are refused: absl would leave them to the command.
-    """
+    """Parses flags for absl; what is wrong, or no flag, ends the command with one line."""
     known = flags.FLAGS
     try:
         if not set(config_flags.HELP).isdisjoint(argv):

@@ -146,10 +146,7 @@ def error_line(error: BaseException) -> str:
 
 
 def help_text(arguments: Sequence[str]) -> str:
-    """Returns what `--help` prints of every key of a command's config.
-
-    Without --config the keys have their defaults. Raises ValueError where the config is wrong.
-    """
+    """Returns what `--help` prints of every key of a command's config, or of the defaults."""
     given = config_flags_of(arguments)
     files = [flag.partition("=")[2] for flag in given if flag.startswith(("--config=", "-config="))]
     given = given if files else [f"--config={base.__file__}", *given]

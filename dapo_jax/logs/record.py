@@ -99,10 +99,7 @@ class Record(contextlib.AbstractContextManager):
     def results(
         self, finished_steps: int, results: dict, settings: Mapping[str, dict]
     ) -> dict[str, float]:
-        """Writes and shows an evaluation's scores; returns them as keys of a metrics row.
-
-        settings: how each set was sampled and graded.
-        """
+        """Writes and shows scores, with how each set was sampled; returns them as keys of a row."""
         scores = result_row(results)
         if self._is_main:
             document = {"step": finished_steps, "sets": results, "settings": settings}

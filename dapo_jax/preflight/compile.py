@@ -45,10 +45,7 @@ class Program(NamedTuple):
 
 
 def topology_devices(topology: str, *, slices: int):
-    """Returns the devices of so many slices, none of which is there.
-
-    Raises ValueError for a topology that the compiler does not have, or without the compiler.
-    """
+    """Returns a topology's devices, which need not be there; ValueError where none is known."""
     jax.config.update("jax_platforms", "cpu")
     if LIBTPU.exists():
         os.environ.setdefault("TPU_LIBRARY_PATH", str(LIBTPU))
@@ -107,10 +104,7 @@ def lowered_programs(built: components.Programs) -> dict[str, jax.stages.Lowered
 def compiled_programs(
     built: components.Programs, *, say: Callable[[str], None]
 ) -> dict[str, Program]:
-    """Compiles the config's programs in parallel. Raises DoesNotFit for one that does not.
-
-    say: shows the progress.
-    """
+    """Compiles the config's programs in parallel, and says how far; may raise DoesNotFit."""
     say("tracing the config's programs")
     lowered, programs, workers = lowered_programs(built), {}, os.cpu_count()
     say(f"{len(lowered)} programs to compile, {workers} at once; the update takes longest")

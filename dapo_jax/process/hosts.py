@@ -196,10 +196,7 @@ def gather(value) -> list:
 
 
 def on_main(decide: Callable[[], Any]):
-    """Returns on all processes what `decide()` gives on the main host; raises its error on all.
-
-    For what depends on files that only the main host has.
-    """
+    """Returns on all processes what `decide()` gives on the main host; raises its error on all."""
     if count() == 1:
         return decide()
     result = error = None

@@ -150,10 +150,7 @@ def interval_text(quantity: Quantity, interval: statistics.Interval) -> str:
 def paired(
     ours: Mapping[int, float], theirs: Mapping[int, float]
 ) -> tuple[int, statistics.Interval]:
-    """Returns (the seeds that both have, the interval of ours - theirs on these seeds).
-
-    ours, theirs: values by seed; those that are NaN are left out.
-    """
+    """Returns (the number of seeds that both have, the interval of ours - theirs on them)."""
     shared = [s for s in ours if s in theirs and not math.isnan(ours[s] + theirs[s])]
     found = statistics.paired_interval([ours[s] for s in shared], [theirs[s] for s in shared])
     return len(shared), found

@@ -98,10 +98,7 @@ def compare(a: Evaluated, b: Evaluated) -> list[str]:
 
 
 def compared(paths: Sequence[str | pathlib.Path]) -> list[str]:
-    """Compares results with the first one of their set: lines for a terminal.
-
-    Raises as `read` and `compare` do, and ValueError where no set is there twice.
-    """
+    """Compares results with the first of their set, line by line; ValueError without any pair."""
     first: dict[str, Evaluated] = {}
     found = [evaluated for path in paths for evaluated in read(path)]
     others = [of for of in found if first.setdefault(of.name, of) is not of]

@@ -33,10 +33,7 @@ _LINES = ("-", "--", ":", "-.")
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """One quantity of every run: its name in a legend, and finished steps -> value of a run.
-
-    few: drawn with markers.
-    """
+    """A quantity: its name, and finished steps -> value of a run; few: drawn with markers."""
 
     name: str
     points: Callable[[Run], Mapping[int, float | None]]
@@ -190,10 +187,7 @@ def _panel(ax: Axes, arms: Sequence[Sequence[Run]], panel: Panel, *, over_tokens
 
 
 def _draw(ax: Axes, runs: Sequence[Run], curve: Curve, look: dict, *, over_tokens: bool) -> None:
-    """Draws a curve of an arm: the mean of its seeds, and of several their band.
-
-    The mean is thin and dashed where some seeds have ended or have no value.
-    """
+    """Draws the mean of an arm's seeds, thin and dashed where some lack a value, and their band."""
     found = [curve.points(run) for run in runs]
     x = sorted(set().union(*found))
     y_SX = np.array([[of.get(step) for step in x] for of in found], np.float64)

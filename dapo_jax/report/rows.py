@@ -21,10 +21,7 @@ DIGITS = 6  # significant ones of a float
 
 
 def write_rows(path: pathlib.Path, runs: Mapping[str, Run]) -> None:
-    """Writes the runs, a line each, in order; equal runs give equal bytes.
-
-    A run without an arm gets its label for one. Paths of the machine are cut to their last part.
-    """
+    """Writes the runs, a line each, without the machine's paths; equal ones as equal bytes."""
     write_rollouts(path, (_line_of(run.arm or label, run) for label, run in runs.items()))
 
 

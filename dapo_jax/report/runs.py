@@ -61,10 +61,7 @@ def load_run(workdir: str | pathlib.Path, *, arm: str = "") -> Run:
 
 
 def load_sweep(folder: pathlib.Path) -> dict[str, Run]:
-    """Reads the runs of a sweep's folder (dapo_jax.sweep): label -> run, arm by arm, seed by seed.
-
-    Leaves out runs without a finished step. Raises ValueError for a broken file.
-    """
+    """Reads the runs of a sweep's folder with a finished step: label -> run, arm by arm."""
     plan, runs = read_json(folder / "sweep.json"), {}
     for label, arm in ((sweep_label(a, seed), a) for a in plan["arms"] for seed in plan["seeds"]):
         path = folder / label / "metrics.jsonl"
@@ -102,10 +99,7 @@ def flatten(tree: Mapping, prefix: str = "") -> dict[str, object]:
 
 
 def by_arm(runs: Mapping[str, Run]) -> dict[str, dict[int | None, Run]]:
-    """Groups runs by label: arm -> seed -> run, both in order of first appearance.
-
-    A run without an arm is an arm of its own, named by its label.
-    """
+    """Groups runs: arm (the label, where a run has none) -> seed -> run, as they first appear."""
     arms: dict[str, dict[int | None, Run]] = {}
     for label, run in runs.items():
         arms.setdefault(run.arm or label, {})[run.seed] = run
@@ -133,10 +127,7 @@ def column(rows: Sequence[Mapping], key: str) -> np.ndarray:
 
 
 def tokens_before(rows: Sequence[Mapping]) -> dict[int, float]:
-    """Finished steps -> tokens sampled for training before: 0 -> 0, then each row's total.
-
-    A fork's first row is not step 0; the tokens before it are its parent's.
-    """
+    """Finished steps -> tokens sampled before, by the parent too where the run is a fork."""
     known = [row for row in rows if row.get("sampled_tokens_total") is not None]
     first, before = 0, 0.0
     if known and known[0]["step"] > 0 and known[0].get("engine/drawn_tokens") is not None:

@@ -130,9 +130,9 @@ def _of_lora(learner: ConfigDict) -> Conditions:
 def check_model(
     config: ConfigDict, family: Family, sizes: ModelConfig, positions: int | None
 ) -> Conditions:
-    """Refuses a model directory that the family, preset or lengths do not fit (ValueError).
+    """Refuses a model directory that family, preset or lengths do not fit (ValueError).
 
-    sizes: the directory's. positions: how many it was made for, where it says.
+    positions: how many the directory names; None: none.
     """
     path, preset = config.model.path, config.model.preset
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
@@ -188,10 +188,7 @@ def check_divides(config: ConfigDict, mesh: jax.sharding.Mesh) -> None:
 
 
 def check_enough_prompts(config: ConfigDict, key: str, prompts: int, share: float) -> None:
-    """Refuses a training set with fewer prompts than one generation batch takes (ValueError).
-
-    key: the set's. share: the part of the prompts that are of this set.
-    """
+    """Refuses a training set of fewer prompts than its share of a generation batch (ValueError)."""
     size = "generation_prompts" if config.algo.dynamic_sampling else "num_prompts"
     taken = config.rollout[size]
     if prompts < int(share * taken):

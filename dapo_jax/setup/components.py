@@ -177,10 +177,7 @@ def positions_of(path: str, sizes: ModelConfig) -> int | None:
 
 
 def tokenizer(config: ConfigDict) -> Tokenizer:
-    """The tokenizer of tokenizer.path or model.path; fills in tokenizer.chat where it is open.
-
-    A tokenizer.date that is in no prompt is taken out.
-    """
+    """The tokenizer of tokenizer.path or model.path; takes its chat and date into the config."""
     path = hub.local(config.tokenizer.path or config.model.path)
     if not path:
         raise ValueError("model.path and tokenizer.path are empty: set one of them")
@@ -282,10 +279,7 @@ def step_plan(config: ConfigDict, data: Data) -> StepPlan:
 
 
 def sampling(config: ConfigDict, tokenizer: Tokenizer, **changes) -> Sampling:
-    """Makes the sampling settings of training, with changes of temperature, top-p and top-k.
-
-    A temperature of 0 is greedy decoding: the likeliest token each time.
-    """
+    """Makes training's sampling settings, with changes; a temperature of 0 decodes greedily."""
     r = config.rollout
     chosen = {"temperature": r.temperature, "top_p": r.top_p, "top_k": r.top_k} | changes
     if chosen["temperature"] == 0:

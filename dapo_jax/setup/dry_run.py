@@ -26,10 +26,7 @@ SHOWN_CHARS = 1_000  # of a prompt
 
 
 def dry_run(config: ConfigDict, workdir: pathlib.Path, parent: Parent | None) -> None:
-    """Refuses what a start in `workdir` would refuse before its weights, and reports the rest.
-
-    parent: that of --start. Raises ValueError or OSError, as the start does.
-    """
+    """Refuses what a start in `workdir` would refuse before its weights, and reports the rest."""
     say = print if hosts.is_main_host() else lambda line: None
     start.accept(config, training=True)
     parent = hosts.on_main(lambda: fingerprint.parent_of(workdir, parent))

@@ -265,10 +265,7 @@ def directory_of(config: ConfigDict, workdir: pathlib.Path) -> epath.Path:
 
 
 def _restored(planned: Planned, own: Checkpoints, workdir: pathlib.Path, parent: Parent | None):
-    """Reads what the run goes on with: (finished steps, state, progress, the parent that it has).
-
-    Gives `own`, its checkpoints, its fingerprint.
-    """
+    """Reads (finished steps, state, progress, parent); gives `own` the run's fingerprint."""
     config, programs = planned.config, planned.programs
     ours = own.fingerprint = fingerprint.of_run(config, planned.data, parent)
     if restored := own.restore_latest(programs.state, report=logging.warning):

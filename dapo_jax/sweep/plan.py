@@ -27,10 +27,7 @@ Settings = dict[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """One run of a sweep.
-
-    flags: everything after `python -m dapo_jax.train` but --workdir. num_steps: the config's.
-    """
+    """One run of a sweep, of so many steps; flags: of its command, but for --workdir."""
 
     arm: str
     seed: int
@@ -121,10 +118,7 @@ def make(
 
 
 def _arms(config: str, grid: Sequence[str], named: Sequence[str]) -> dict[str, Settings]:
-    """Combines every named arm with every point of the grid; without either, the config alone.
-
-    A point's name has the last part of each key, and a preset's name alone.
-    """
+    """Combines every named arm with every point of the grid, or names the config alone."""
     file, _, preset = config.partition(":")
     axes = [(key, values.split(",")) for key, _, values in (text.partition("=") for text in grid)]
     arms: dict[str, Settings] = {}
