@@ -159,7 +159,7 @@ def check_model(
 
 @_refusing
 def check_parameters(config: ConfigDict, tokenizer_ids: int, sizes: ModelConfig) -> Conditions:
-    """Refuses more ids than the model has embedding rows, and LoRA of what it lacks (ValueError)."""
+    """Refuses more ids than a model has embedding rows, and LoRA of what it lacks (ValueError)."""
     yield (
         tokenizer_ids <= sizes.vocab_size,
         f"the tokenizer has {tokenizer_ids} ids, but the model only {sizes.vocab_size} embedding "
