@@ -68,7 +68,7 @@ class ConfigParser(ConfigFileFlagParser):
     """
 
     def __init__(self, argv: Sequence[str] | None):
-        super().__init__("config", lock_config=True)
+        super().__init__("config")
         self._argv = argv
 
     def parse(self, path: str):
@@ -89,7 +89,7 @@ class ConfigParser(ConfigFileFlagParser):
         if wrong:
             raise ValueError(f"{file}: {numbered(wrong)}")
         argv = (sys.argv if self._argv is None else self._argv)[1:]
-        given = [match[1] for match in map(KEY_FLAG.match, argv) if match]
+        given = {match[1]: match.string for match in map(KEY_FLAG.match, argv) if match}
         for key in dict.fromkeys(match[1] for match in map(SET_KEY.match, given) if match):
             sets = config.eval.sets if key.startswith("eval.") else config.data.mixture
             name = key.rpartition(".")[2]
@@ -101,19 +101,17 @@ class ConfigParser(ConfigFileFlagParser):
                     "a task, and a name of letters, digits and _"
                 )
             sets[name] = base.dataset()
-        known = set(keys(config))
-        for match in filter(None, map(ARGUMENT.fullmatch, given)):
-            if match[1] in known and match[0] not in known:
-                config.update_from_flattened_dict({match[0]: placeholder(object)})
-        complete(config)
         known = list(keys(config))
-        wrong = [
-            f"the config has no key {match[1]!r} ({argument}){hint(match[1], known, '--config.')}"
-            for argument in argv
-            if (match := KEY_FLAG.match(argument)) and match[1] not in known
-        ]
+        wrong = []
+        for key in (key for key in given if key not in known):
+            if (match := ARGUMENT.fullmatch(key)) and match[1] in known:
+                config.update_from_flattened_dict({key: placeholder(object)})
+            else:
+                near = hint(key, known, "--config.")
+                wrong.append(f"the config has no key {key!r} ({given[key]}){near}")
         if wrong:
             raise ValueError(numbered(wrong))
+        complete(config)
         return config.lock()
 
 
@@ -149,14 +147,13 @@ def help_text(arguments: Sequence[str]) -> str:
     """Returns what `--help` prints of every key of a command's config, or of the defaults."""
     given = config_flags_of(arguments)
     files = [flag.partition("=")[2] for flag in given if flag.startswith(("--config=", "-config="))]
-    given = given if files else [f"--config={base.__file__}", *given]
-    config = read_config(given)
+    of_defaults = [] if files else [f"--config={base.__file__}"]
     lines = [
         f"Keys of the config, with their values in {files[-1] if files else 'configs/base.py'};",
         "--config.KEY=VALUE sets one. *: not the default, which then follows in parentheses.",
         "",
     ]
-    for name, value in base.leaves(config):
+    for name, value in base.leaves(read_config([*of_defaults, *given])):
         key = base.key_of(name)
         changed = value != key.default
         meaning = f"{key.meaning} ({key.default!r})" if changed else key.meaning

@@ -57,15 +57,16 @@ def topology_devices(topology: str, *, slices: int):
             "the TPU's compiler, libtpu, is missing: `make preflight CONFIG=configs/FILE.py "
             f"TOPOLOGY={topology}` installs it beside the environment and does the same"
         )
-    name = f"{chip.name}:{topology.partition(':')[2]}"
     several = {"num_slices": slices} if slices > 1 else {}
     try:
-        description = topologies.get_topology_desc(
-            platform="tpu", topology_name=name, **several, **dict(chip.description)
-        )
+        return topologies.get_topology_desc(
+            platform="tpu",
+            topology_name=f"{chip.name}:{topology.partition(':')[2]}",
+            **several,
+            **dict(chip.description),
+        ).devices
     except Exception as error:  # of several kinds, all from the compiler
         raise ValueError(f"--topology={topology}: {error}") from error
-    return description.devices
 
 
 def without_weights(config: ConfigDict) -> ConfigDict:

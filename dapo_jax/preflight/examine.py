@@ -104,12 +104,10 @@ def examine(
     slices: None: the config's. say: shows progress. Raises ValueError for settings that cannot
     work, DoesNotFit for a program that does not.
     """
-    config = without_weights(config)
+    config, chip = without_weights(config), chip_of(topology)
     config.mesh.slices = slices = slices or config.mesh.slices
-    devices = topology_devices(topology, slices=slices)
-    chip = chip_of(topology)
     title = f"{config_name} on {topology}" + (f" x {slices}" if slices > 1 else "")
-    run = planned(config, devices, chip.hbm_bytes)
+    run = planned(config, topology_devices(topology, slices=slices), chip.hbm_bytes)
     for line in run.chosen:
         say(line)
     phases = memory_phases(run.programs, compiled_programs(run.programs, say=say))
@@ -134,19 +132,17 @@ def memory_phases(built: components.Programs, programs: dict[str, Program]) -> l
     The parts of sampling are those of `train --dry_run`. The update's batch is the rest of the
     compiler's arguments; its gradients are among the temporaries.
     """
-    held_in = memory(built)
-    sampling, cache = held_in["rollout"], "keys and values"
-    held = {name: sampling[name] for name in ("state", "start weights")}
-    kept = {cache: sampling[cache]} if cache in held_in["update"] else {}
-    resharding = {name: size for name, size in sampling.items() if name != cache} | kept
+    sampling, updating = memory(built).values()
+    kept = {name: size for name, size in sampling.items() if name in updating}
     phases = []
     for name, program in programs.items():
+        parts = sampling
         if name in ("update", "old_logprobs"):
             given = built.state if name == "update" else built.state.params
             batch = program.arguments - device_bytes((given, built.start_weights))
-            parts = held | {"batch": batch} | kept
-        else:
-            parts = resharding if name == "reshard" else sampling
+            parts = kept | {"batch": batch}
+        elif name == "reshard":
+            parts = kept | {"sampler's weights": sampling["sampler's weights"]}
         phases.append(Phase(name, parts | {"temporaries": program.temporaries}))
     return phases
 

@@ -78,7 +78,8 @@ def compare(a: Evaluated, b: Evaluated) -> list[str]:
     worse = sum(y < x for x, y in zip(a_P, b_P, strict=True))
     moved = [*pairs[: min(better, SHOWN_PROBLEMS)], *pairs[P - min(worse, SHOWN_PROBLEMS) :]]
     lines = [
-        *(f"a: {a.label}", f"b: {b.label}"),
+        f"a: {a.label}",
+        f"b: {b.label}",
         *(
             f"   {key}: a {a.settings.get(key)}, b {b.settings.get(key)}"
             for key in {**a.settings, **b.settings}

@@ -5,6 +5,7 @@ changed, versions and devices of each start], "evaluations": {set: {score: {fini
 value}}}, "metrics": {key: [value a row, null where missing]}}. 100 steps take about 10 kB.
 """
 
+import collections
 import pathlib
 from collections.abc import Mapping
 
@@ -31,10 +32,9 @@ def read_rows_file(path: pathlib.Path) -> dict[str, Run]:
 
 
 def _line_of(arm: str, run: Run) -> dict:
-    evaluations: dict[str, dict] = {}
+    evaluations = collections.defaultdict(dict)
     for (name, score), values in run.evaluations.items():
-        rounded_values = {str(step): _rounded(value) for step, value in values.items()}
-        evaluations.setdefault(name, {})[score] = rounded_values
+        evaluations[name][score] = {str(step): _rounded(value) for step, value in values.items()}
     keys = dict.fromkeys(key for row in run.rows for key in row)
     kept = [key for key in keys if key in KEPT or not key.startswith(LEFT_OUT)]
     columns = {key: [_rounded(row.get(key)) for row in run.rows] for key in kept}
