@@ -17,7 +17,6 @@ from disturbed import killed, rows_of, training
 from processes import ran, started
 
 from dapo_jax.logs.files import read_rows
-from dapo_jax.logs.metrics import untimed
 
 pytestmark = pytest.mark.faults
 STEPS = 12
@@ -38,7 +37,7 @@ def contents(workdir: pathlib.Path, flags: tuple[str, ...]) -> list:
     clocked = runs.SCHEDULE if flags == EPISODES else ()
 
     def fixed(row) -> dict:
-        return {k: v for k, v in untimed(row).items() if not k.startswith(clocked)}
+        return {k: v for k, v in runs.untimed(row).items() if not k.startswith(clocked)}
 
     rows = list(map(fixed, rows_of(workdir, *flags)))
     newest = workdir / "checkpoints" / str(STEPS)

@@ -26,7 +26,7 @@ from dapo_jax.logs.files import json_digest
 from dapo_jax.process import hosts
 from dapo_jax.process.failures import brief, is_damage, is_transient
 
-READ, REFUSED, TRANSIENT, DAMAGED = "read", "refused", "transient", "damaged"
+READ, DAMAGED, TRANSIENT, REFUSED = range(4)  # what reading a checkpoint comes to, the worst last
 ONE_FOLDER = "checkpoint.directory must be one that all processes see"
 LISTED_SECONDS = 90  # the longest that a machine may list what another has moved (NFS: 60)
 
@@ -146,7 +146,7 @@ class Checkpoints:
             try:
                 state, progress = self._read(step, abstract_state, same)
             except DamagedError as error:
-                report(f"{error}; trying the one before, which would leave it as {DAMAGED}.{step}")
+                report(f"{error}; trying the one before, which would leave it as damaged.{step}")
                 errors[step] = error
             else:
                 self._set_aside({*errors})
@@ -200,13 +200,7 @@ class Checkpoints:
         return hosts.on_main(lambda: sorted(self._manager.all_steps(), reverse=True))
 
     def _read(self, step: int, abstract_state: Any, require: Callable | None):
-        """Reads (state, progress) and compares digests; all processes return, or raise, alike."""
-        with contextlib.suppress(DamagedError):  # it may have been the reading
-            return self._read_once(step, abstract_state, require)
-        return self._read_once(step, abstract_state, require)
-
-    def _read_once(self, step: int, abstract_state: Any, require: Callable | None):
-        """Reads as `_read` does; raises, on every process, the worst that one of them met."""
+        """Reads (state, progress); raises, on every process, the worst that one of them met."""
         folder, name = self.directory / str(step), f"checkpoint {step} in {self.directory}"
         content, refusal, outcome, why, parts, manifest = None, None, READ, "", {}, {}
         try:
@@ -225,8 +219,7 @@ class Checkpoints:
             why = brief(error)
         everyone = hosts.gather((outcome, why, manifest.get("digest"), parts))
         outcomes = [theirs for theirs, *_ in everyone]
-        worst = next((it for it in (REFUSED, TRANSIENT, DAMAGED) if it in outcomes), READ)
-        if worst != READ:
+        if worst := max(outcomes):
             first = outcomes.index(worst)
             why = (f"process {first}: " if len(everyone) > 1 else "") + everyone[first][1]
         elif len({theirs for *_, theirs, _ in everyone}) > 1:
@@ -272,7 +265,7 @@ class Checkpoints:
         def move():
             for step in steps:
                 # Beside the others: a bucket has no empty folders to move it into.
-                places = (self.directory / f"{DAMAGED}.{step}.{n}" for n in itertools.count())
+                places = (self.directory / f"damaged.{step}.{n}" for n in itertools.count())
                 free = next(place for place in places if not place.exists())
                 (self.directory / str(step)).rename(free)
 

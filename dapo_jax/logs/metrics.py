@@ -18,7 +18,6 @@ import numpy as np
 from dapo_jax.types import Response, Rollouts, RolloutStats
 from dapo_jax.verifier.math_rules import GAVE_UP
 
-CLOCKED = ("seconds/", "seconds_in_rollout/", "tokens_per_second/")  # no two runs have these alike
 STATE, TOKENS, LOGP, VERDICTS = "digest/state", "digest/tokens", "digest/logp", "digest/verdicts"
 # The keys of a row that are no metrics: text each, in no curve.
 DIGESTS = {
@@ -337,11 +336,6 @@ def step_row(step: Step) -> dict[str, float]:
         if not isinstance(value, bool | int | float):
             raise TypeError(f"metric {key!r} of step {step.step} is not a number: {value!r}")
     return row
-
-
-def untimed(row: Mapping) -> dict:
-    """Returns the part of a row that two runs of one config have alike."""
-    return {key: value for key, value in row.items() if not key.startswith(CLOCKED)}
 
 
 class Stopwatch:
