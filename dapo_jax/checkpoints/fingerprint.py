@@ -1,9 +1,8 @@
 """Is it the same run? Its config, and digests of its data, tokenizer, weights and own code say it.
 
-A run is compared with what is in its folder, with the fingerprint that is saved with each
-checkpoint, and with other processes; what differs is refused by the names of the keys. A fork
-has its parent's model, seed and training data; its code may be another, and that of `evaluate`,
-`sample` and `convert` is what is there when they are given.
+A run is compared with what is in its folder, with the fingerprint of each checkpoint, and with
+other processes; what differs is refused by the names of the keys. The code of a fork may be
+another; `evaluate`, `sample` and `convert` take what is there.
 """
 
 import contextlib
@@ -85,14 +84,13 @@ def of_run(config: ConfigDict, data, parent=None) -> dict:
     large, are divided among the processes, each of which compares their sizes alone with the
     others'.
     """
-    sets, shares = data.train.sets, data.train.shares
-    settings = mixture_settings(config)
+    train, settings = data.train, mixture_settings(config)
     own = {
         "recipe": as_json(config),
         "data": {
             _key(key, settings[key]): of_prompts(dataset.prompts)
-            | ({"share": round(shares[key], 6)} if len(sets) > 1 else {})
-            for key, dataset in sets.items()
+            | ({"share": round(train.shares[key], 6)} if len(train.sets) > 1 else {})
+            for key, dataset in train.sets.items()
         },
         "eval": {
             _key(f"eval.sets.{name}", config.eval.sets[name]): of_prompts(dataset.prompts)

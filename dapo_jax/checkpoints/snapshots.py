@@ -1,22 +1,17 @@
-"""Snapshots of a run: saved when due, and the newest one when the run is cut short.
+"""Snapshots of a run, one after each step at which it can resume: saved if due, or cut short.
 
-One is taken after each step at which the run can resume.
+SIGTERM, Ctrl-C or SIGHUP (process/signals.py) may come while a program compiles or an update runs
+for a minute: a thread of its own has the newest snapshot saved and ends the process (status 75).
+Checkpoints are written from copies in the host's memory: a save neither waits for the devices nor
+delays them. On a stop a save under way is finished first; a pending checkpoint that is older than
+the newest snapshot is left out, since the seconds until the machine is gone are few.
 
-SIGTERM, Ctrl-C or SIGHUP (process/signals.py) may come at any time, while a program compiles or an
-update runs for a minute. A thread of its own listens, has the newest snapshot saved and ends the
-process (status 75). Checkpoints are written from copies in the host's memory: a save neither waits
-for the devices nor delays them. On a stop a save under way is finished first; a pending checkpoint
-that is older than the newest snapshot is left out, since the seconds until the machine is gone are
-few.
-
-Of several processes the main one leads: it puts the step to save next into the key-value store,
-and all save that snapshot. A process is ahead of another by one snapshot at most, since a step
-begins with what all compute together: whoever keeps two has the one that is named, or soon will.
-Once a stop is under way it alone ends the process: the main thread, whose collectives fail when
-the first of the others is gone, waits for it.
-
-An exception, of a grader or of XLA say, saves the newest snapshot too before it ends the run: the
-process that raises asks the main one, and leaves when that has said that all is saved.
+Of several processes the main one puts the step to save next into the key-value store, and all save
+that snapshot. A process is ahead of another by one snapshot at most, since a step begins with what
+all compute together: whoever keeps two has the one that is named, or soon will. Once a stop is
+under way it alone ends the process: the main thread, whose collectives fail when the first of the
+others is gone, waits for it. A process in which a grader or XLA raises asks the main one for the
+newest snapshot, and leaves when all is saved.
 """
 
 import collections

@@ -62,14 +62,12 @@ class Best:
 class Checkpoints:
     """Checkpoints of (state, progress) in `directory`, named by the number of finished steps.
 
-    Each appears whole or not at all. All processes call `save` and the restores alike; `directory`
-    is one that all of them see, a bucket's (gs://...) for instance.
-
-    state: the pytree of arrays, sharded as they are. progress: a JSON-able dict with the host's
-    side (prompt cursor, counters, the step's metrics row). The newest `keep` are kept, those whose
-    steps are multiples of `keep_period` (0: of none), and the best by the progress's "scores".
-    fingerprint: what `fingerprint.of_run` says of this run, saved with each checkpoint; where it is
-    set, `restore_latest` refuses a checkpoint of another run.
+    Each appears whole or not at all. All processes call `save` and the restores alike, and see the
+    directory, a bucket's (gs://...) for instance. state: a pytree of arrays, sharded as they are.
+    progress: a JSON-able dict with the host's side. The newest `keep` are kept, those whose steps
+    are multiples of `keep_period` (0: of none), and the best by the progress's "scores".
+    fingerprint: this run's (`fingerprint.of_run`), saved with each checkpoint; where it is set,
+    `restore_latest` refuses a checkpoint of another run.
     """
 
     def __init__(self, directory, *, keep: int | None, keep_period: int = 0):
@@ -200,13 +198,20 @@ class Checkpoints:
         return hosts.on_main(lambda: sorted(self._manager.all_steps(), reverse=True))
 
     def _read(self, step: int, abstract_state: Any, require: Callable | None):
-        """Reads (state, progress); raises, on every process, the worst that one of them met."""
+        """Reads (state, progress) and compares digests; all processes return, or raise, alike."""
+        with contextlib.suppress(DamagedError):  # it may have been the reading
+            return self._read_once(step, abstract_state, require)
+        return self._read_once(step, abstract_state, require)
+
+    def _read_once(self, step: int, abstract_state: Any, require: Callable | None):
+        """Reads as `_read` does; raises, on every process, the worst that one of them met."""
         folder, name = self.directory / str(step), f"checkpoint {step} in {self.directory}"
         content, refusal, outcome, why, parts, manifest = None, None, READ, "", {}, {}
         try:
             manifest = _read_manifest(folder / "manifest" / "metadata")
             self._require_same(step, abstract_state, manifest, require)
-            content = self._restored(folder, abstract_state)
+            with _reading():
+                content = self._restored(folder, abstract_state)
             parts = digests.parts_of(content[0], replicas=True)
             if json_digest(content[1]) != manifest["progress"]:
                 outcome, why = DAMAGED, "its progress is not what was saved"
@@ -234,7 +239,6 @@ class Checkpoints:
             raise refusal if outcome == REFUSED else ValueError(f"{name}: {why}")
         return content
 
-    @_reading()
     def _restored(self, folder: epath.Path, abstract_state: Any):
         progress = json.loads((folder / "progress" / "metadata").read_text())
         restore = ocp.args.StandardRestore(abstract_state)

@@ -86,8 +86,7 @@ class ConfigParser(ConfigFileFlagParser):
         if config is None:
             raise ValueError(f"{file}: get_config returns nothing; end it with `return config`")
         config, wrong = on_defaults(config)
-        if wrong:
-            raise ValueError(f"{file}: {numbered(wrong)}")
+        refuse(wrong, f"{file}: ")
         argv = (sys.argv if self._argv is None else self._argv)[1:]
         given = {match[1]: match.string for match in map(KEY_FLAG.match, argv) if match}
         for key in dict.fromkeys(match[1] for match in map(SET_KEY.match, given) if match):
@@ -109,17 +108,17 @@ class ConfigParser(ConfigFileFlagParser):
             else:
                 near = hint(key, known, "--config.")
                 wrong.append(f"the config has no key {key!r} ({given[key]}){near}")
-        if wrong:
-            raise ValueError(numbered(wrong))
+        refuse(wrong)
         complete(config)
         return config.lock()
 
 
-def numbered(refusals: Sequence[str]) -> str:
-    """Returns refusals as one line, numbered where there are several."""
-    if len(refusals) == 1:
-        return refusals[0]
-    return "; ".join(f"({i}) {refusal}" for i, refusal in enumerate(refusals, start=1))
+def refuse(refusals: Sequence[str], where: str = "") -> None:
+    """Raises ValueError with all refusals in one line, numbered where there are several."""
+    if len(refusals) > 1:
+        refusals = ["; ".join(f"({i}) {text}" for i, text in enumerate(refusals, start=1))]
+    if refusals:
+        raise ValueError(where + refusals[0])
 
 
 def _place(error: BaseException, file: str) -> str:

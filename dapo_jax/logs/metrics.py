@@ -113,11 +113,10 @@ class Metric:
     key: its name in metrics.jsonl and TensorBoard. unit: a "share" is drawn in percent. value:
     computes it; None where a step has none. Without a function the metric is the number that a
     step already has under this key: the mean over the updates of what `update` returned, the
-    seconds of a phase or of a part of sampling, a score. form: how a person reads it; its width is
-    that of the live line's column. panel: title of the panel of the curves that draws it, beside
-    others of that title. line, summary: its label in the live line,
-    and in the summary of first against last; "" leaves it out. higher_is_better: whether the
-    summary also has its best step.
+    seconds of a phase or of a part of sampling, a score. form: how a person reads it, as wide as
+    the live line's column. panel: the title above its curve and others. line, summary: its label
+    in the live line, and in the summary of first against last; "" leaves it out.
+    higher_is_better: whether the summary also has its best step.
     """
 
     key: str

@@ -1,8 +1,7 @@
 """The only place that knows about processes.
 
-A program on several hosts is the same program on each: every process keeps the whole scheduler
-state, takes every decision from values that all have, and calls what is collective at the same
-point. What only one of them can know goes through `gather` or `on_main`. Threads of different
+Every process takes every decision from values that all have, and calls what is collective at the
+same point. What only one of them can know goes through `gather` or `on_main`. Threads of different
 processes, which must not wait for devices, use the key-value store: `kv_put` and `kv_get`.
 
 All end together: the first one that ends says with which line and status (`end`), and the others

@@ -8,7 +8,7 @@ import jax
 from ml_collections import ConfigDict
 
 from configs.base import eval_settings, has_environments, key_of, leaves, mixture_settings
-from dapo_jax.cli.config_flags import numbered
+from dapo_jax.cli.config_flags import refuse
 from dapo_jax.process import failures
 from models.families import Family
 from models.lora import MATRICES
@@ -23,8 +23,7 @@ def _refusing(conditions: Callable) -> Callable:
 
     @functools.wraps(conditions)
     def check(*settings) -> None:
-        if refusals := [refusal for holds, refusal in conditions(*settings) if not holds]:
-            raise ValueError(numbered(refusals))
+        refuse([refusal for holds, refusal in conditions(*settings) if not holds])
 
     return check
 
@@ -39,8 +38,7 @@ def together(*looks: Callable) -> list:
             if not failures.is_refusal(error):
                 raise
             refusals.append(str(error))
-    if refusals:
-        raise ValueError(numbered(list(dict.fromkeys(refusals))))
+    refuse(list(dict.fromkeys(refusals)))
     return results
 
 

@@ -8,9 +8,8 @@ loads to devices and compiles nothing (preflight; `plan_training`: a dry run). `
 that a training step needs, setup/policy.py the weights of a policy. They raise ValueError and
 OSError, with the setting to change, on all processes alike.
 
-A fork continues its parent's policy, optimizer moments, place in the prompt stream and randomness,
-under another config: forks of one checkpoint share prompts and sampling noise until their weights
-differ. The parent is read and never written to.
+A fork goes on with its parent's state, place in the prompt stream and randomness, under another
+config. The parent is read and never written to.
 """
 
 import contextlib
