@@ -54,7 +54,7 @@ GIVEN = [
 
 def given(names, workdir, resume_step, said) -> None:
     """Gives writers all that a step of a run has."""
-    of_run = writers.Writers(names, {"num_steps": 2}, workdir, resume_step, said)
+    of_run = writers.Writers(names, said, {"num_steps": 2}, workdir, resume_step)
     for call in GIVEN:
         of_run(*call)
 

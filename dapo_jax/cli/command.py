@@ -32,12 +32,8 @@ def run(main: Callable[[list[str]], None]) -> None:
                 raise
             line, status = failures.explain(error)
             hosts.fail(f"error: {line}", code=status)
-            said = f"error: {line}\n(--debug shows where)"
-            if failures.is_refusal(error):
-                print(said, file=sys.stderr)
-                sys.exit(status)
             # At once: what could not be written would fail again at the regular end, in tracebacks.
-            hosts.leave(said, status)
+            hosts.leave(f"error: {line}\n(--debug shows where)", status)
 
     app.run(guarded, flags_parser=parse_flags)
 

@@ -58,7 +58,7 @@ class Record(contextlib.AbstractContextManager):
             # Once the rows are cut: a killed run's look finished beside a config of fewer steps.
             files.write_json(workdir / "config.json", document)
         names = config.log.writers if self._is_main else ()
-        self._writers = Writers(names, document, workdir, last_step, self.display.line)
+        self._writers = Writers(names, self.display.line, document, workdir, last_step)
 
     def __exit__(self, kind, error, traceback) -> None:
         self.display.close()

@@ -156,19 +156,15 @@ def find(name: str) -> Callable[..., Writer]:
 
 
 class Writers:
-    """All writers of a run, none of which can end it. say: is told, once each, of what failed."""
+    """All writers of a run, none of which can end it. say: is told, once each, of what failed.
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        config: dict,
-        workdir: pathlib.Path,
-        resume_step: int | None,
-        say: Callable[[str], None],
-    ):
+    of_run: what `Writer` is made of.
+    """
+
+    def __init__(self, names: Sequence[str], say: Callable[[str], None], *of_run):
         self._say, self._writers = say, {}
         for name in names:
-            self._call(name, self._begin, name, config, workdir, resume_step)
+            self._call(name, self._begin, name, *of_run)
 
     def __call__(self, method: str, *arguments) -> None:
         """Calls a method of all of them that have it: step, evaluation, samples or close."""

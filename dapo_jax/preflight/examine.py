@@ -59,18 +59,6 @@ class Findings:
         """The share of the memory that is free in the fullest phase."""
         return 1 - self.fullest.total / self.chip.hbm_bytes
 
-    @property
-    def advice(self) -> str:
-        """The setting to change where it does not fit, or hardly."""
-        if self.fullest.name in ("update", "old_logprobs"):
-            return (
-                "lower learner.micro_batch_rows, learner.row_tokens or learner.row_lengths, set "
-                "learner.remat to offload, or raise mesh.model: the update needs the most"
-            )
-        over = self.fullest.total - (1 - WANTED_HEADROOM) * self.chip.hbm_bytes
-        mib = math.ceil(over / 2**20)
-        return f"lower rollout.cache_mib by {mib} or raise mesh.model: sampling needs the most"
-
     def lines(self) -> list[str]:
         """Returns the mesh, the slots, each phase's memory, the advice and the verdict."""
         mesh = ", ".join(f"{axis} {size}" for axis, size in self.built.mesh.shape.items())
@@ -86,8 +74,18 @@ class Findings:
             out.append(f"{phase.name:22}{''.join(sizes)}{phase.total / GIB:9.2f}")
         free = f"{self.headroom:.1%} free in {self.fullest.name}"
         out.append(f"of {self.chip.hbm_bytes / GIB:.2f} GiB: {free}")
-        if self.headroom < WANTED_HEADROOM:
-            out.append(f"less than {WANTED_HEADROOM:.0%} is free: {self.advice}")
+        over = self.fullest.total - (1 - WANTED_HEADROOM) * self.chip.hbm_bytes
+        advice = (
+            f"lower rollout.cache_mib by {math.ceil(over / 2**20)} or raise mesh.model: sampling "
+            "needs the most"
+        )
+        if self.fullest.name in ("update", "old_logprobs"):
+            advice = (
+                "lower learner.micro_batch_rows, learner.row_tokens or learner.row_lengths, set "
+                "learner.remat to offload, or raise mesh.model: the update needs the most"
+            )
+        if over > 0:
+            out.append(f"less than {WANTED_HEADROOM:.0%} is free: {advice}")
         return [*out, "it fits" if self.headroom >= 0 else "it does not fit"]
 
 

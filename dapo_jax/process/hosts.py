@@ -38,10 +38,8 @@ COORDINATOR, PROCESSES, PROCESS = "DAPO_COORDINATOR", "DAPO_PROCESSES", "DAPO_PR
 HEARTBEAT_SECONDS = 12
 WAITING_SECONDS = 10.0  # between the lines of a process that waits for the others to start
 RETRYABLE = 75  # exit status (EX_TEMPFAIL): no fault of the settings, the same command can go on
-END, GONE = "end", "gone"  # keys: how all processes end, and how many have read it
-PARTING_SECONDS = 3.0  # the longest that the main process, whose end ends the store, waits
-PARTED_SECONDS = 0.1  # after the last one's word: JAX aborts who still runs without the store
-STORE_SECONDS = 1.0  # the longest that a process that ends waits for the store, which may be gone
+END = "end"  # key: how all processes end
+PARTING_SECONDS = 3.0  # for the store, which may be gone, and for others to read it before it is
 SHOWN_ERROR = 200
 # How a collective, the key-value store or a TPU says that another process is not there any more. A
 # compiler's errors are pages of operations, an optimization_barrier among them.
@@ -274,9 +272,8 @@ def leave(line: str, status: int, *, say: Callable[[str], None] | None = None) -
     with contextlib.suppress(Exception, SystemExit):  # nobody may be there to read it any more
         (say or _print)(line)
         sys.stdout.flush()
-    if started():
-        main = distributed.global_state.process_id == 0
-        _quickly(_part, PARTING_SECONDS if main else STORE_SECONDS)
+    if started() and distributed.global_state.process_id == 0:
+        time.sleep(PARTING_SECONDS)  # JAX aborts who still runs without the store
     os._exit(status)
 
 
@@ -318,17 +315,6 @@ def _first_end(text: str) -> str | None:
 def _follow(text: str) -> None:
     status, _, line = text.partition(" ")
     leave(line, int(status))
-
-
-def _part() -> None:
-    """Counts this process as gone; the main one waits until all others are."""
-    client, others = distributed.global_state.client, distributed.global_state.num_processes - 1
-    if distributed.global_state.process_id:
-        client.key_value_increment(f"dapo/{GONE}", 1)
-        return
-    while client.key_value_increment(f"dapo/{GONE}", 0) < others:
-        time.sleep(0.02)
-    time.sleep(PARTED_SECONDS)
 
 
 def _quickly(call: Callable[[], Any], seconds: float) -> Any:

@@ -22,7 +22,6 @@ from dapo_jax.setup import checks
 
 PRESET = "preset"
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,99}")  # of an arm, which names a folder
-Settings = dict[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +56,7 @@ class Plan:
     config: str
     flags: tuple[str, ...]
     start: str
-    arms: dict[str, Settings]
+    arms: dict[str, dict[str, str]]
     seeds: tuple[int, ...]
     configs: dict[str, ConfigDict] = dataclasses.field(default_factory=dict)
 
@@ -117,11 +116,11 @@ def make(
     return plan
 
 
-def _arms(config: str, grid: Sequence[str], named: Sequence[str]) -> dict[str, Settings]:
+def _arms(config: str, grid: Sequence[str], named: Sequence[str]) -> dict[str, dict[str, str]]:
     """Combines every named arm with every point of the grid, or names the config alone."""
     file, _, preset = config.partition(":")
     axes = [(key, values.split(",")) for key, _, values in (text.partition("=") for text in grid)]
-    arms: dict[str, Settings] = {}
+    arms: dict[str, dict[str, str]] = {}
     for name, settings in [_named_arm(text) for text in named] or [("", {})]:
         for values in itertools.product(*(values for _, values in axes)):
             chosen, parts = dict(settings), [name] * bool(name)
@@ -141,7 +140,7 @@ def _arms(config: str, grid: Sequence[str], named: Sequence[str]) -> dict[str, S
     return arms
 
 
-def _named_arm(text: str) -> tuple[str, Settings]:
+def _named_arm(text: str) -> tuple[str, dict[str, str]]:
     name, _, rest = text.partition(":")
     words = [word.partition("=") for word in shlex.split(rest)]
     if ":" not in text or not all(equals for _, equals, _ in words):
