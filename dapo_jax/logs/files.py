@@ -155,7 +155,7 @@ def json_digest(value: Any) -> str:
 
 
 def write_rollouts(path: pathlib.Path, rows: Iterable[Mapping], *, level: int = 9) -> None:
-    """Writes rows to a gzipped file of JSON lines: equal ones as equal bytes.
+    """Writes rows to a gzipped file of JSON lines, whole or not at all; equal ones as equal bytes.
 
     level: of compression; 1 is seven times as fast as 9, for half as many bytes more.
     """
