@@ -61,11 +61,7 @@ def config_flags_of(arguments: Sequence[str]) -> list[str]:
 
 
 class ConfigParser(ConfigFileFlagParser):
-    """Loads a config and adds the data sets that flags name and the config does not have.
-
-    A flag of a key that the config lacks is refused here, where the keys of all sections are known.
-    argv: as of `define_config`.
-    """
+    """Loads a config, adds the data sets that flags name, and refuses flags of keys it lacks."""
 
     def __init__(self, argv: Sequence[str] | None):
         super().__init__("config")

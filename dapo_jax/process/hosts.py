@@ -157,10 +157,7 @@ def is_mine(number: int) -> bool:
 
 
 def place(tree, shardings):
-    """Makes global arrays from host arrays, equal on every process, which keeps its own shards.
-
-    `shardings` is one sharding for all arrays, or a tree of them like `tree`.
-    """
+    """Makes global arrays from host arrays, equal on every process, by one sharding or a tree."""
 
     def one(array, sharding):
         array = np.asarray(array)
