@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from absl import flags
 from ml_collections import ConfigDict
 
+from configs import compare
 from configs.base import eval_settings
 from dapo_jax.checkpoints import fingerprint
 from dapo_jax.cli import command, config_flags
@@ -34,7 +35,7 @@ from dapo_jax.tasks.readers import KINDS
 from dapo_jax.tasks.tokenizer import Tokenizer
 
 # The config of a model that comes without one, and this command's flags of it: (key, help).
-ANY_MODEL = str(config_flags.ROOT / "configs" / "any_model.py")
+ANY_MODEL = str(compare.ROOT / "configs" / "any_model.py")
 SHORT = {
     "model": ("model.path", "A Hugging Face directory, or ORG/NAME; no config and no run needed."),
     "k": ("eval.samples_per_prompt", "Responses a problem."),
@@ -104,7 +105,7 @@ def main(_):
         run = policy.open_policy(config, None, fit_model, evaluates=True)
     else:
         if theirs := hosts.on_main(lambda: config_of_run(workdir)):
-            config_flags.fill_open(config, theirs)
+            compare.fill_open(config, theirs)
             fingerprint.require_policy(config, theirs, f"the run in {workdir}")
         run = policy.open_policy(config, workdir, evaluates=True, step=given.step)
     config = run.config

@@ -5,14 +5,19 @@ import json
 import pathlib
 
 from dapo_jax.logs.files import read_rows
-from dapo_jax.logs.metrics import untimed
 
+CLOCKED = ("seconds/", "seconds_in_rollout/", "tokens_per_second/")  # no two runs have these alike
 # What depends on when slots fall idle, so on the devices too: what is issued, and cancelled then.
 SCHEDULE = ("engine/", "sampled_tokens_total", "groups/cancelled")
 
 
 class Killed(BaseException):
     """Stands for the end of the process."""
+
+
+def untimed(row) -> dict:
+    """The part of a row that two runs of one config have alike."""
+    return {key: value for key, value in row.items() if not key.startswith(CLOCKED)}
 
 
 def rows_without_timings(workdir: pathlib.Path) -> list[dict]:

@@ -16,7 +16,6 @@ from small_config import get_config
 
 from dapo_jax import train
 from dapo_jax.checkpoints.fingerprint import Parent
-from dapo_jax.cli import command
 from dapo_jax.process import hosts
 from dapo_jax.sampler import cache
 
@@ -36,7 +35,7 @@ def main(workdir: str, devices: str, steps: str, start: str = "", checkpoints: s
             parent = Parent.parse(start) if start else None
             train.train(config, pathlib.Path(workdir), parent)
     except Exception as error:
-        command.end_all(repr(error))
+        hosts.fail(repr(error))
         raise
 
 

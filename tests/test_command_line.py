@@ -7,6 +7,7 @@ import pytest
 from processes import ROOT, ran
 
 from configs import base, tiny
+from configs.compare import found
 from dapo_jax.cli import config_flags
 from dapo_jax.setup import checks
 
@@ -56,7 +57,7 @@ def test_a_config_is_found_from_any_folder_the_current_one_first(tmp_path, monke
     config = config_flags.read_config(["--config=configs/tiny.py:dapo"])
     assert config.model.path == str(ROOT / "experiments" / "tiny_base" / "checkpoint")
     for path in ("", "gs://bucket/configs", "/configs/tiny.py", "absent/x.py"):
-        assert config_flags.found(path) == path
+        assert found(path) == path
     (tmp_path / "configs").mkdir()
     lines = ["from configs import tiny", "config = tiny.get_config()", "config.num_steps = 7"]
     lines.append("get_config = lambda: config")

@@ -21,7 +21,6 @@ from bucket import bucket, flip, folders
 from processes import ROOT, free_port, ran, started, wait_for
 from runs import SCHEDULE, digests, responses, rows_without_timings
 
-from dapo_jax.cli import command
 from dapo_jax.convert import convert
 from dapo_jax.logs.metrics import DIGESTS, TOKENS, VERDICTS
 from dapo_jax.process import hosts
@@ -275,9 +274,9 @@ def test_an_error_before_jax_is_used_ends_all_at_once(monkeypatch):
     began 20 s later, and for ever where the devices were what had failed."""
     said = []
     monkeypatch.setattr(hosts, "started", lambda: True)
-    monkeypatch.setattr(hosts, "fail", lambda message, *, code: said.append((message, code)))
+    monkeypatch.setattr(hosts, "end", lambda line, status: said.append((line, status)))
     monkeypatch.setattr(jax, "process_count", lambda: pytest.fail("asks JAX for its devices"))
-    command.end_all("error: no devices", code=1)
+    hosts.fail("error: no devices")
     assert said == [("error: no devices", 1)]
 
 
@@ -331,7 +330,4 @@ def test_a_port_in_use_is_named_and_a_wait_is_said(monkeypatch, capsys):
             pass
         with hosts._saying_what_is_waited_for(cluster | {"process_id": 1}):
             time.sleep(0.2)
-        assert hosts._connected(taken.getsockname()[1]) == 0
-        with socket.create_connection(taken.getsockname()):
-            assert hosts._connected(taken.getsockname()[1]) == 1
     assert f"waiting for 2 processes at {address}, 0 s" in capsys.readouterr().err

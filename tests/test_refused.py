@@ -9,6 +9,7 @@ import pytest
 from small_config import task_of
 
 from configs import base, tiny
+from configs.compare import found
 from dapo_jax import evaluate
 from dapo_jax.checkpoints.fingerprint import Parent
 from dapo_jax.cli import config_flags
@@ -176,7 +177,7 @@ def test_all_wrong_keys_and_types_of_a_config_file_are_named(tmp_path, lines, re
 
 def test_refusals_of_the_model_are_said_with_those_of_the_config():
     config = tiny.get_config()
-    config.model.path = config_flags.found(config.model.path)
+    config.model.path = found(config.model.path)
     config.model.preset, config.rollout.max_response_tokens = "0.5b", 40_000
     config.updates_per_step = 5
     with pytest.raises(ValueError, match=r"updates_per_step = 5.*32768 positions.*model\.preset"):

@@ -12,6 +12,7 @@ import pytest
 from runs import contents, digests, responses, rows_without_timings
 from shared_programs import programs_compiled_once, small_config  # noqa: F401
 
+from configs.compare import config_differences
 from dapo_jax import algorithm, train
 from dapo_jax.checkpoints import fingerprint
 from dapo_jax.checkpoints.fingerprint import Parent
@@ -174,7 +175,7 @@ def test_a_run_keeps_the_day_of_its_first_start(tmp_path, monkeypatch):
         (tmp_path / "config.json").write_text(json.dumps({"tokenizer": saved}))
         assert fingerprint.day_of(tmp_path) == kept
     found = types.SimpleNamespace
-    monkeypatch.setattr(starts, "plan", lambda config, read, fit, training: found(**locals()))
+    monkeypatch.setattr(starts, "plan", lambda config, read, training: found(**locals()))
     planned = starts.plan_training(recipe(), tmp_path / "fork", Parent(tmp_path, 2))
     assert planned.read.keywords["begun"] == tmp_path
 
@@ -208,7 +209,7 @@ def test_a_folder_has_any_name():
 def test_a_path_may_be_written_in_another_way(one, other, same):
     old, new = {"model": {"path": one}}, {"model": {"path": other}}
     found = [] if same else [f"model.path is {other!r}, but was {one!r}"]
-    assert fingerprint.config_differences(old, new) == found
+    assert config_differences(old, new) == found
 
 
 def group(correct, lengths, scores=(None, None)) -> Group:

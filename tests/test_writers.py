@@ -44,7 +44,7 @@ GIVEN = [("evaluation", 2, SCORES), ("step", ROW), ("samples", 1, SAMPLES), ("cl
 
 
 def given(names, workdir, resume_step, said) -> None:
-    of_run = writers.Writers(names, {"num_steps": 2}, workdir, resume_step, said)
+    of_run = writers.Writers(names, said, {"num_steps": 2}, workdir, resume_step)
     for call in GIVEN:
         of_run(*call)
 

@@ -34,17 +34,15 @@ def parts_of(tree, *, replicas: bool = False) -> dict[str, list[Part]]:
     device works for itself: with an exchange in them, so many programs at once would wait for each
     other's threads on a CPU.
     """
+
+    def part(shard):
+        starts = tuple(cut.start or 0 for cut in shard.index)
+        placed = jax.device_put(np.array(starts, np.uint64), shard.device)
+        return starts, _sum(shard.data, placed)
+
     with jax.enable_x64(True):
         sums = {
-            name: [
-                (
-                    starts,
-                    _sum(shard.data, jax.device_put(np.array(starts, np.uint64), shard.device)),
-                )
-                for shard in leaf.addressable_shards
-                if replicas or shard.replica_id == 0
-                for starts in [tuple(cut.start or 0 for cut in shard.index)]
-            ]
+            name: [part(it) for it in leaf.addressable_shards if replicas or it.replica_id == 0]
             for name, leaf in named(tree).items()
         }
     # All at once, when every device has begun.

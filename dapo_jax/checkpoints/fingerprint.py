@@ -1,9 +1,8 @@
 """Is it the same run? Its config, and digests of its data, tokenizer, weights and own code say it.
 
-A run is compared with what is in its folder, with the fingerprint that is saved with each
-checkpoint, and with other processes; what differs is refused by the names of the keys. A fork
-has its parent's model, seed and training data; its code may be another, and that of `evaluate`,
-`sample` and `convert` is what is there when they are given.
+A run is compared with what is in its folder, with the fingerprint of each checkpoint, and with
+other processes; what differs is refused by the names of the keys. The code of a fork may be
+another; `evaluate`, `sample` and `convert` take what is there.
 """
 
 import contextlib
@@ -20,8 +19,8 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from configs.base import MAY_CHANGE, OF_POLICY, eval_settings, mixture_settings
+from configs.compare import as_json, config_differences, current, fill_open
 from dapo_jax import hub
-from dapo_jax.cli.config_flags import as_json, config_differences, current, fill_open
 from dapo_jax.logs.files import read_json, read_rows, read_starts
 from dapo_jax.logs.provenance import NAME as STARTS
 from dapo_jax.process import hosts
@@ -85,9 +84,14 @@ def of_run(config: ConfigDict, data, parent=None) -> dict:
     large, are divided among the processes, each of which compares their sizes alone with the
     others'.
     """
+    train, settings = data.train, mixture_settings(config)
     own = {
         "recipe": as_json(config),
-        "data": _of_training(config, data.train),
+        "data": {
+            _key(key, settings[key]): of_prompts(dataset.prompts)
+            | ({"share": round(train.shares[key], 6)} if len(train.sets) > 1 else {})
+            for key, dataset in train.sets.items()
+        },
         "eval": {
             _key(f"eval.sets.{name}", config.eval.sets[name]): of_prompts(dataset.prompts)
             for name, dataset in data.eval_sets.items()
@@ -96,36 +100,33 @@ def of_run(config: ConfigDict, data, parent=None) -> dict:
         "modules": of_code(config),
         **hub.record(),
     }
-    if weights := _weight_files(config):
-        own["files"]["model.path"] |= {file.name: file.stat().length for file in weights}
+    weights = _weight_files(config)
+    files = own["files"].get("model.path", {})
+    files |= {file.name: file.stat().length for file in weights}
     everyone = hosts.gather((own, _of_mine(weights)))
     require_alike([theirs for theirs, _ in everyone], all_differences)
-    for _, of_weights in everyone if weights else ():
-        own["files"]["model.path"] |= of_weights
+    for _, of_weights in everyone:
+        files |= of_weights
     return own | {"origin": parent and str(parent)}
 
 
 def of_code(config: ConfigDict) -> dict[str, dict[str, str]]:
     """Digests the files of custom modules, by key and name; what they import is not looked at."""
-    found: dict[str, dict[str, str]] = {}
-    for key, module in _custom(config):
-        spec = importlib.util.find_spec(module)
-        code = pathlib.Path(spec.origin).read_bytes() if spec and spec.has_location else b""
-        found.setdefault(key, {})[module] = hashlib.sha256(code).hexdigest()[:32]
-    return found
-
-
-def _custom(config: ConfigDict) -> Iterator[tuple[str, str]]:
-    """Yields (key, module) of what a config names and is not this project's."""
     sets = {f"eval.sets.{name}": of for name, of in eval_settings(config).items()}
     sets |= mixture_settings(config)
     of_sets = ("task", "environment")
     named = [(f"{key}.{name}", it[name]) for key, it in sets.items() for name in of_sets]
     named += [("log.writers", name) for name in config.log.writers]
     named += [("algo.policy_loss", config.algo.policy_loss)]
-    yield from ((key, name.partition(":")[0]) for key, name in named if ":" in name)
+    custom = [(key, name.partition(":")[0]) for key, name in named if ":" in name]
     if config.model.family not in families.BUILT_IN:
-        yield "model.family", config.model.family
+        custom.append(("model.family", config.model.family))
+    found: dict[str, dict[str, str]] = {}
+    for key, module in custom:
+        spec = importlib.util.find_spec(module)
+        code = pathlib.Path(spec.origin).read_bytes() if spec and spec.has_location else b""
+        found.setdefault(key, {})[module] = hashlib.sha256(code).hexdigest()[:32]
+    return found
 
 
 def require_start_model(config: ConfigDict, theirs: dict, where: str, *, weights: bool) -> None:
@@ -138,8 +139,7 @@ def require_start_model(config: ConfigDict, theirs: dict, where: str, *, weights
     for of_process in hosts.gather(_of_mine(_weight_files(config) if weights else [])):
         ours.get("model.path", {}).update(of_process)
     found = _file_differences(theirs["files"], ours)
-    found = [text for text in found if weights or WEIGHTS not in text]
-    if found:
+    if found := [text for text in found if weights or WEIGHTS not in text]:
         raise ValueError(
             f"{where} began with another model: {listed(found)}. Put back the files that the run "
             "was started with"
@@ -170,29 +170,16 @@ def _of_mine(files: Sequence[epath.Path]) -> dict[str, str]:
     return {file.name: of_file(file) for i, file in enumerate(files) if hosts.is_mine(i)}
 
 
-def _of_training(config: ConfigDict, train) -> dict:
-    """Digests each training set, with its share where there are several."""
-    settings, several = mixture_settings(config), len(train.sets) > 1
-    return {
-        _key(key, settings[key]): of_prompts(dataset.prompts)
-        | ({"share": round(train.shares[key], 6)} if several else {})
-        for key, dataset in train.sets.items()
-    }
-
-
 def of_prompts(prompts: Sequence[Prompt]) -> dict:
-    """Digests a data set's texts and answers in their order, and their token ids.
-
-    The ids depend on the tokenizer's library too.
-    """
+    """Digests a data set's texts and answers in order, and its token ids: a library makes those."""
     digest, ids = hashlib.sha256(), hashlib.sha256()
     for prompt in prompts:
         example = prompt.example
         content = [[dict(message) for message in example.prompt], example.answer, example.extra]
         digest.update(json.dumps(content, sort_keys=True, default=_plain).encode())
         ids.update(prompt.token_ids.astype(np.int32).tobytes())
-    digests = {"digest": digest.hexdigest()[:32], "ids": ids.hexdigest()[:32]}
-    return {"prompts": len(prompts), **digests}
+    texts, ids = digest.hexdigest()[:32], ids.hexdigest()[:32]
+    return {"prompts": len(prompts), "digest": texts, "ids": ids}
 
 
 def of_file(file: epath.Path) -> str:
@@ -211,10 +198,7 @@ def _plain(value) -> object:
 
 
 def parent_of(workdir: pathlib.Path, given: Parent | None) -> Parent | None:
-    """Returns what the run in `workdir` began from; `given` where there is none yet.
-
-    Raises ValueError where --start (`given`) is another one.
-    """
+    """Returns what the run in `workdir` began from, else `given`; ValueError where they differ."""
     if not any((workdir / name).exists() for name in ("config.json", "metrics.jsonl")):
         return given
     starts = read_starts(workdir / STARTS)
@@ -293,10 +277,7 @@ def require_alike(everyone: Sequence, compare: Callable) -> None:
 def require_policy(
     config: ConfigDict, theirs: dict, where: str, *, may_differ: tuple[str, ...] = ()
 ) -> None:
-    """Refuses a config that makes another policy than a run's does (ValueError).
-
-    The seed counts where it makes the weights.
-    """
+    """Refuses a config of another policy (ValueError); a seed counts if it makes the weights."""
     compared = OF_POLICY + (() if config.model.path else ("seed",))
     differing = config_differences(theirs, as_json(config), among=compared, but=may_differ)
     if differing:

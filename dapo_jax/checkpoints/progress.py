@@ -58,7 +58,6 @@ def _group_json(group: PartialGroup) -> dict:
 
 
 def _group(described: Mapping) -> PartialGroup:
-    """Undoes `_group_json`."""
     responses = [
         Response(
             _array(it["tokens"], "<i4"),
@@ -80,7 +79,6 @@ def _routes_json(route_TLA: np.ndarray | None) -> dict:
 
 
 def _routes(routes: str = "", routes_shape: Sequence[int] = (), **_) -> np.ndarray | None:
-    """Undoes `_routes_json`."""
     return _array(routes, "u1").reshape(routes_shape) if routes_shape else None
 
 

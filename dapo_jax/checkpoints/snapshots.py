@@ -1,22 +1,17 @@
-"""Snapshots of a run: saved when due, and the newest one when the run is cut short.
+"""Snapshots of a run, one after each step at which it can resume: saved if due, or cut short.
 
-One is taken after each step at which the run can resume.
+SIGTERM, Ctrl-C or SIGHUP (process/signals.py) may come while a program compiles or an update runs
+for a minute: a thread of its own has the newest snapshot saved and ends the process (status 75).
+Checkpoints are written from copies in the host's memory: a save neither waits for the devices nor
+delays them. On a stop a save under way is finished first; a pending checkpoint that is older than
+the newest snapshot is left out, since the seconds until the machine is gone are few.
 
-SIGTERM, Ctrl-C or SIGHUP (process/signals.py) may come at any time, while a program compiles or an
-update runs for a minute. A thread of its own listens, has the newest snapshot saved and ends the
-process (status 75). Checkpoints are written from copies in the host's memory: a save neither waits
-for the devices nor delays them. On a stop a save under way is finished first; a pending checkpoint
-that is older than the newest snapshot is left out, since the seconds until the machine is gone are
-few.
-
-Of several processes the main one leads: it puts the step to save next into the key-value store,
-and all save that snapshot. A process is ahead of another by one snapshot at most, since a step
-begins with what all compute together: whoever keeps two has the one that is named, or soon will.
-Once a stop is under way it alone ends the process: the main thread, whose collectives fail when
-the first of the others is gone, waits for it.
-
-An exception, of a grader or of XLA say, saves the newest snapshot too before it ends the run: the
-process that raises asks the main one, and leaves when that has said that all is saved.
+Of several processes the main one puts the step to save next into the key-value store, and all save
+that snapshot. A process is ahead of another by one snapshot at most, since a step begins with what
+all compute together: whoever keeps two has the one that is named, or soon will. Once a stop is
+under way it alone ends the process: the main thread, whose collectives fail when the first of the
+others is gone, waits for it. A process in which a grader or XLA raises asks the main one for the
+newest snapshot, and leaves when all is saved.
 """
 
 import collections
@@ -97,10 +92,7 @@ class Snapshots:
     def take(
         self, step: int, state: Any, progress: Progress, arrays: Mapping, *, force: bool = False
     ) -> None:
-        """Copies the state after `step` finished steps; saved if due, forced, or on a stop.
-
-        Waits for a forced one, the run's last, to be saved.
-        """
+        """Copies the state after so many steps; saved if due, or forced, which it waits for."""
         start = time.monotonic()
         snapshot = Snapshot(step, host_copy(state), progress, arrays)
         with self._changed:
@@ -123,13 +115,13 @@ class Snapshots:
     def _save_newest(self) -> None:
         """Asks for the newest snapshot, due or not: of all processes, the main one decides."""
         if not hosts.is_main_host():
-            return hosts.kv_put("stop", FAILED)
+            hosts.kv_put("stop", FAILED)
+            return
         with self._changed:
             if self._newest and self._newest[-1] not in self._pending:
                 self._pending.append(self._newest[-1])
             self._closing = True
             self._changed.notify_all()
-        return None
 
     def _raise_error(self) -> None:
         if self._error:
@@ -149,12 +141,12 @@ class Snapshots:
         try:
             while (order := next_order()) != "close":
                 what, *arguments = order.split()
-                if what == "save":
-                    if (snapshot := self._snapshot(int(arguments[0]))) is None:
-                        return  # the error of the main thread ends all
+                if what != "save":
+                    self._end(*arguments)
+                elif snapshot := self._snapshot(int(arguments[0])):
                     self._save(snapshot)
                 else:
-                    self._end(*arguments)
+                    return  # the error of the main thread ends all
         except Exception as error:
             self._fail(error)
 
@@ -202,7 +194,8 @@ class Snapshots:
 
     def _order(self) -> str:
         """Gives the main host's next order: `save STEP`, `stop NAME [STEP]` or `close`."""
-        while True:
+        order = ""
+        while not order:
             with self._changed:
                 if self._stopped_at is not None:
                     step = self._newest[-1].step if self._newest else ""
@@ -213,15 +206,14 @@ class Snapshots:
                     order = "close"
                 else:
                     self._changed.wait(POLL_SECONDS)
-                    order = None
-            if order is not None:
+            if order:
                 hosts.kv_put(f"order/{self._orders}", order)
                 self._orders += 1
-                return order
-            if (name := hosts.kv_get("stop", wait_seconds=0)) == FAILED:
+            elif (name := hosts.kv_get("stop", wait_seconds=0)) == FAILED:
                 self._save_newest()
             elif name is not None:
                 self._stop(name)
+        return order
 
     def _received_order(self) -> str:
         """Waits for the main host's next order."""
@@ -247,14 +239,14 @@ def host_copy(state):
     The copy survives the donation of `state`, and takes no memory of an accelerator.
     """
 
-    def on_host(sharding):
-        device = next(iter(sharding.addressable_devices))
+    def on_host(leaf):
+        device = next(iter(leaf.sharding.addressable_devices))
         kinds = {memory.kind for memory in device.addressable_memories()}
-        return sharding.with_memory_kind(HOST_MEMORY) if HOST_MEMORY in kinds else sharding
+        of = leaf.sharding
+        return of.with_memory_kind(HOST_MEMORY) if HOST_MEMORY in kinds else of
 
-    shardings = jax.tree.map(lambda leaf: on_host(leaf.sharding), state)
     # One function for all calls: JAX compiles it once for the same shapes and shardings.
-    return jax.jit(_copied, out_shardings=shardings)(state)
+    return jax.jit(_copied, out_shardings=jax.tree.map(on_host, state))(state)
 
 
 def _copied(state):

@@ -26,13 +26,24 @@ from dapo_jax.logs.files import json_digest
 from dapo_jax.process import hosts
 from dapo_jax.process.failures import brief, is_damage, is_transient
 
-READ, REFUSED, TRANSIENT, DAMAGED = "read", "refused", "transient", "damaged"
+READ, DAMAGED, TRANSIENT, REFUSED = range(4)  # what reading a checkpoint comes to, the worst last
 ONE_FOLDER = "checkpoint.directory must be one that all processes see"
 LISTED_SECONDS = 90  # the longest that a machine may list what another has moved (NFS: 60)
 
 
 class DamagedError(ValueError):
     """A checkpoint's files are missing, cut short or not what was saved."""
+
+
+@contextlib.contextmanager
+def _reading() -> Iterator[None]:
+    """Makes a DamagedError of an error that is a fault of the files."""
+    try:
+        yield
+    except Exception as error:
+        if is_damage(error):
+            raise DamagedError(brief(error)) from error
+        raise
 
 
 @dataclasses.dataclass
@@ -51,14 +62,12 @@ class Best:
 class Checkpoints:
     """Checkpoints of (state, progress) in `directory`, named by the number of finished steps.
 
-    Each appears whole or not at all. All processes call `save` and the restores alike; `directory`
-    is one that all of them see, a bucket's (gs://...) for instance.
-
-    state: the pytree of arrays, sharded as they are. progress: a JSON-able dict with the host's
-    side (prompt cursor, counters, the step's metrics row). The newest `keep` are kept, those whose
-    steps are multiples of `keep_period` (0: of none), and the best by the progress's "scores".
-    fingerprint: what `fingerprint.of_run` says of this run, saved with each checkpoint; where it is
-    set, `restore_latest` refuses a checkpoint of another run.
+    Each appears whole or not at all. All processes call `save` and the restores alike, and see the
+    directory, a bucket's (gs://...) for instance. state: a pytree of arrays, sharded as they are.
+    progress: a JSON-able dict with the host's side. The newest `keep` are kept, those whose steps
+    are multiples of `keep_period` (0: of none), and the best by the progress's "scores".
+    fingerprint: this run's (`fingerprint.of_run`), saved with each checkpoint; where it is set,
+    `restore_latest` refuses a checkpoint of another run.
     """
 
     def __init__(self, directory, *, keep: int | None, keep_period: int = 0):
@@ -71,22 +80,23 @@ class Checkpoints:
         self._best = Best({})
         policies = [preservation.LatestN(keep), self._best]
         policies += [preservation.EveryNSteps(keep_period)] if keep_period else []
+        # Named processes wait for each other in the key-value store. Else they would on the
+        # devices, and a save would have to wait for what those are doing.
+        processes = ocp.options.MultiprocessingOptions(
+            active_processes=set(range(hosts.count())) if hosts.count() > 1 else None
+        )
         options = ocp.CheckpointManagerOptions(
             preservation_policy=preservation.AnyPreservationPolicy(policies),
             create=False,
             enable_async_checkpointing=False,
             # A run has its folder to itself; what only reads may see one being written.
             cleanup_tmp_directories=keep is not None,
-            # Named processes wait for each other in the key-value store. Else they would on the
-            # devices, and a save would have to wait for what those are doing.
-            multiprocessing_options=ocp.options.MultiprocessingOptions(
-                active_processes=set(range(hosts.count())) if hosts.count() > 1 else None
-            ),
+            multiprocessing_options=processes,
         )
-        how = {"multiprocessing_options": options.multiprocessing_options}
-        self._state_handler = ocp.StandardCheckpointHandler(**how)
-        handlers = {it: ocp.JsonCheckpointHandler(**how) for it in ("progress", "manifest")}
-        handlers["state"] = self._state_handler
+        self._state_handler = ocp.StandardCheckpointHandler(multiprocessing_options=processes)
+        handlers = {"state": self._state_handler}
+        for item in ("progress", "manifest"):
+            handlers[item] = ocp.JsonCheckpointHandler(multiprocessing_options=processes)
         self._manager = ocp.CheckpointManager(directory, options=options, item_handlers=handlers)
 
     def save(self, step: int, state: Any, progress: dict, arrays: Mapping | None = None) -> bool:
@@ -134,7 +144,7 @@ class Checkpoints:
             try:
                 state, progress = self._read(step, abstract_state, same)
             except DamagedError as error:
-                report(f"{error}; trying the one before, which would leave it as {DAMAGED}.{step}")
+                report(f"{error}; trying the one before, which would leave it as damaged.{step}")
                 errors[step] = error
             else:
                 self._set_aside({*errors})
@@ -165,7 +175,7 @@ class Checkpoints:
         """Reads whose run a checkpoint is; None where it was saved without; DamagedError."""
         file = self.directory / str(step) / "manifest" / "metadata"
         try:
-            return _reading(lambda: _read_manifest(file))["fingerprint"]
+            return _read_manifest(file)["fingerprint"]
         except DamagedError as error:
             raise DamagedError(f"{file} cannot be read ({error})") from error
 
@@ -198,9 +208,10 @@ class Checkpoints:
         folder, name = self.directory / str(step), f"checkpoint {step} in {self.directory}"
         content, refusal, outcome, why, parts, manifest = None, None, READ, "", {}, {}
         try:
-            manifest = _reading(lambda: _read_manifest(folder / "manifest" / "metadata"))
+            manifest = _read_manifest(folder / "manifest" / "metadata")
             self._require_same(step, abstract_state, manifest, require)
-            content = _reading(lambda: self._restored(folder, abstract_state))
+            with _reading():
+                content = self._restored(folder, abstract_state)
             parts = digests.parts_of(content[0], replicas=True)
             if json_digest(content[1]) != manifest["progress"]:
                 outcome, why = DAMAGED, "its progress is not what was saved"
@@ -213,8 +224,7 @@ class Checkpoints:
             why = brief(error)
         everyone = hosts.gather((outcome, why, manifest.get("digest"), parts))
         outcomes = [theirs for theirs, *_ in everyone]
-        worst = next((it for it in (REFUSED, TRANSIENT, DAMAGED) if it in outcomes), READ)
-        if worst != READ:
+        if worst := max(outcomes):
             first = outcomes.index(worst)
             why = (f"process {first}: " if len(everyone) > 1 else "") + everyone[first][1]
         elif len({theirs for *_, theirs, _ in everyone}) > 1:
@@ -259,7 +269,7 @@ class Checkpoints:
         def move():
             for step in steps:
                 # Beside the others: a bucket has no empty folders to move it into.
-                places = (self.directory / f"{DAMAGED}.{step}.{n}" for n in itertools.count())
+                places = (self.directory / f"damaged.{step}.{n}" for n in itertools.count())
                 free = next(place for place in places if not place.exists())
                 (self.directory / str(step)).rename(free)
 
@@ -274,16 +284,7 @@ class Checkpoints:
                 time.sleep(1)
 
 
-def _reading(read: Callable[[], Any]) -> Any:
-    """Calls `read`; raises DamagedError for what is a fault of the files."""
-    try:
-        return read()
-    except Exception as error:
-        if is_damage(error):
-            raise DamagedError(brief(error)) from error
-        raise
-
-
+@_reading()
 def _read_manifest(file: epath.Path) -> dict:
     manifest = json.loads(file.read_text())
     digest = manifest.pop("digest")

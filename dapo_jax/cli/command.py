@@ -28,34 +28,18 @@ def run(main: Callable[[list[str]], None]) -> None:
                 main(argv)
         except Exception as error:
             if flags.FLAGS.debug or not failures.is_explained(error):
-                end_all(traceback.format_exc())
+                hosts.fail(traceback.format_exc())
                 raise
             line, status = failures.explain(error)
-            end_all(f"error: {line}", code=status)
-            said = f"error: {line}\n(--debug shows where)"
-            if failures.is_refusal(error):
-                print(said, file=sys.stderr)
-                sys.exit(status)
+            hosts.fail(f"error: {line}", code=status)
             # At once: what could not be written would fail again at the regular end, in tracebacks.
-            hosts.leave(said, status)
+            hosts.leave(f"error: {line}\n(--debug shows where)", status)
 
     app.run(guarded, flags_parser=parse_flags)
 
 
-def end_all(message: str, *, code: int = 1) -> None:
-    """Ends all processes of a run with this one, which the others would wait for.
-
-    Asks JAX for nothing: it would start its backends, and wait there for the others.
-    """
-    if hosts.started():
-        hosts.fail(message, code=code)
-
-
 def parse_flags(argv: list[str]) -> list[str]:
-    """Parses flags for absl; a bad flag, key, value, preset or config file ends with one line.
-
-    Arguments that no flag takes are refused: absl would leave them to the command.
-    """
+    """Parses flags for absl; what is wrong, or no flag, ends the command with one line."""
     known = flags.FLAGS
     try:
         if not set(config_flags.HELP).isdisjoint(argv):

@@ -1,15 +1,11 @@
-"""Configs on the command line: --config=FILE[:PRESET], its keys as flags, help, and differences.
+"""Configs on the command line: --config=FILE[:PRESET], its keys as flags, and their help."""
 
-A key that the config lacks is refused with the nearest name, or the one that it has now.
-"""
-
-import difflib
 import json
 import pathlib
 import re
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
@@ -17,84 +13,12 @@ from ml_collections.config_dict import placeholder
 from ml_collections.config_flags.config_flags import ConfigFileFlagParser
 
 from configs import base
+from configs.compare import SET_KEY, complete, current, found, hint, keys, on_defaults
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 KEY_FLAG = re.compile(r"--?(?:no)?config\.([^=\[]+)")
 ARGUMENT = re.compile(r"(.+args)\.(\w+)")  # of a task or a chat template
-SET_KEY = re.compile(r"((?:eval\.sets|data\.mixture)\.[^.]+)\.")
 NEEDED = ("path", "kind", "task")  # what a new set has one of
 HELP = ("--help", "-help", "-h", "--helpfull", "--helpshort")
-# A name on the hub, of which the revision does not count: a fingerprint has its files' digests.
-HUB_NAME = re.compile(
-    r"(?:hf://)?((?:datasets/)?[\w.-]+/[\w.-]+)(?:@(?:refs/\w+/)?[^/]+)?(/.+)?", re.ASCII
-)
-
-
-def found(path: str) -> str:
-    """Returns the path as it is, or that below the project where only there is something.
-
-    A part behind a colon (a config's preset) counts as no part of the path.
-    """
-    name, colon, rest = path.partition(":")
-    if not name or rest.startswith("//") or pathlib.Path(name).exists():
-        return path
-    return f"{ROOT / name}{colon}{rest}" if (ROOT / name).exists() else path
-
-
-def complete(config: ConfigDict) -> None:
-    """Completes, in an unlocked config, every path that exists beside the code alone."""
-    for name, value in config.items():
-        if isinstance(value, ConfigDict):
-            complete(value)
-        elif name == "path" and isinstance(value, str):
-            config[name] = found(value)
-
-
-def current(config: Mapping) -> ConfigDict:
-    """Returns a run's config as it is now: without keys that are gone, newer ones by default."""
-    return _on_defaults(ConfigDict(config, type_safe=False))[0]
-
-
-def as_json(config: ConfigDict) -> dict:
-    """Returns a config as JSON has it."""
-    return json.loads(config.to_json_best_effort())
-
-
-def fill_open(config: ConfigDict, chosen: Mapping) -> None:
-    """Takes what a config leaves open from the one that a run has in its config.json."""
-    for name, value in base.leaves(config):
-        if (key := base.KEYS.get(name)) and key.open is not None and value == key.open:
-            section, _, last = name.partition(".")
-            config[section][last] = chosen[section].get(last, value)
-
-
-def config_differences(
-    old: dict, new: dict, *, among=("",), but=(), before: str = "was {}"
-) -> list[str]:
-    """Lists, key by key, where two configs differ; a path may be written in another way.
-
-    among, but: the beginnings of the keys that count, and of those that do not. before: the words
-    for an old value.
-    """
-    old, new = (dict(base.leaves(current(it))) for it in (old, new))
-    pairs = [(name, old.get(name), new.get(name)) for name in sorted(old.keys() | new.keys())]
-    return [
-        f"{name} is {b!r}, but {before.format(repr(a))}"
-        for name, a, b in pairs
-        if a != b and name.startswith(among) and not name.startswith(but)
-        if not _same_place(name, a, b)
-    ]
-
-
-def _same_place(key: str, one, other) -> bool:
-    """True if two values of a path mean one folder, or one repository on the hub."""
-
-    def places(path: str) -> set:
-        name = HUB_NAME.fullmatch(path)
-        folder = path if "://" in path else pathlib.Path(found(path)).resolve()
-        return {name.groups() if name else path, folder}
-
-    return bool(key.endswith(".path") and one and other and places(one) & places(other))
 
 
 def define_config(
@@ -137,14 +61,10 @@ def config_flags_of(arguments: Sequence[str]) -> list[str]:
 
 
 class ConfigParser(ConfigFileFlagParser):
-    """Loads a config and adds the data sets that flags name and the config does not have.
-
-    A flag of a key that the config lacks is refused here, where the keys of all sections are known.
-    argv: as of `define_config`.
-    """
+    """Loads a config, adds the data sets that flags name, and refuses flags of keys it lacks."""
 
     def __init__(self, argv: Sequence[str] | None):
-        super().__init__("config", lock_config=True)
+        super().__init__("config")
         self._argv = argv
 
     def parse(self, path: str):
@@ -161,11 +81,10 @@ class ConfigParser(ConfigFileFlagParser):
             raise ValueError(f"{_place(error, file)}: {error_line(error)}") from None
         if config is None:
             raise ValueError(f"{file}: get_config returns nothing; end it with `return config`")
-        config, wrong = _on_defaults(config)
-        if wrong:
-            raise ValueError(f"{file}: {numbered(wrong)}")
+        config, wrong = on_defaults(config)
+        refuse(wrong, f"{file}: ")
         argv = (sys.argv if self._argv is None else self._argv)[1:]
-        given = [match[1] for match in map(KEY_FLAG.match, argv) if match]
+        given = {match[1]: match.string for match in map(KEY_FLAG.match, argv) if match}
         for key in dict.fromkeys(match[1] for match in map(SET_KEY.match, given) if match):
             sets = config.eval.sets if key.startswith("eval.") else config.data.mixture
             name = key.rpartition(".")[2]
@@ -177,66 +96,25 @@ class ConfigParser(ConfigFileFlagParser):
                     "a task, and a name of letters, digits and _"
                 )
             sets[name] = base.dataset()
-        known = set(keys(config))
-        for match in filter(None, map(ARGUMENT.fullmatch, given)):
-            if match[1] in known and match[0] not in known:
-                config.update_from_flattened_dict({match[0]: placeholder(object)})
-        complete(config)
         known = list(keys(config))
-        wrong = [
-            f"the config has no key {match[1]!r} ({argument}){hint(match[1], known, '--config.')}"
-            for argument in argv
-            if (match := KEY_FLAG.match(argument)) and match[1] not in known
-        ]
-        if wrong:
-            raise ValueError(numbered(wrong))
+        wrong = []
+        for key in (key for key in given if key not in known):
+            if (match := ARGUMENT.fullmatch(key)) and match[1] in known:
+                config.update_from_flattened_dict({key: placeholder(object)})
+            else:
+                near = hint(key, known, "--config.")
+                wrong.append(f"the config has no key {key!r} ({given[key]}){near}")
+        refuse(wrong)
+        complete(config)
         return config.lock()
 
 
-def _on_defaults(given: ConfigDict):
-    """Sets the values of a config on the defaults: (config, refusals of keys and of types).
-
-    A data set may leave keys out.
-    """
-    config, wrong = base.get_config(), []
-    for of_set in filter(None, map(SET_KEY.match, keys(given))):
-        config.update_from_flattened_dict({of_set[1]: base.dataset()})
-    known = list(keys(config))
-    for name, value in base.leaves(given):
-        key = base.key_of(name)
-        try:
-            if name not in known:
-                wrong.append(f"the config has no key {name!r}{hint(name, known)}")
-            elif key is None:
-                wrong.append(f"{name} = {value!r}, but is a section with keys of its own")
-            else:
-                config.update_from_flattened_dict({name: key.cast(value)})
-        except TypeError as error:
-            wrong.append(f"{name} = {error}")
-    return config, wrong
-
-
-def numbered(refusals: Sequence[str]) -> str:
-    """Returns refusals as one line, numbered where there are several."""
-    if len(refusals) == 1:
-        return refusals[0]
-    return "; ".join(f"({i}) {refusal}" for i, refusal in enumerate(refusals, start=1))
-
-
-def hint(name: str, known: Sequence[str], prefix: str = "") -> str:
-    """Returns the question for the key that a wrong one is likely to mean; "" if none is near."""
-    if new := base.RENAMED.get(name):
-        return f" (its name is {prefix}{new} now)"
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-    return f" (Did you mean {prefix}{near[0]}?)" if near else ""
-
-
-def keys(config: ConfigDict, prefix: str = "") -> Iterator[str]:
-    """Yields the dotted name of every key of a config, sections included."""
-    for name in config:
-        yield prefix + name
-        if isinstance(config[name], ConfigDict):
-            yield from keys(config[name], f"{prefix}{name}.")
+def refuse(refusals: Sequence[str], where: str = "") -> None:
+    """Raises ValueError with all refusals in one line, numbered where there are several."""
+    if len(refusals) > 1:
+        refusals = ["; ".join(f"({i}) {text}" for i, text in enumerate(refusals, start=1))]
+    if refusals:
+        raise ValueError(where + refusals[0])
 
 
 def _place(error: BaseException, file: str) -> str:
@@ -261,20 +139,16 @@ def error_line(error: BaseException) -> str:
 
 
 def help_text(arguments: Sequence[str]) -> str:
-    """Returns what `--help` prints of every key of a command's config.
-
-    Without --config the keys have their defaults. Raises ValueError where the config is wrong.
-    """
+    """Returns what `--help` prints of every key of a command's config, or of the defaults."""
     given = config_flags_of(arguments)
     files = [flag.partition("=")[2] for flag in given if flag.startswith(("--config=", "-config="))]
-    given = given if files else [f"--config={base.__file__}", *given]
-    config = read_config(given)
+    of_defaults = [] if files else [f"--config={base.__file__}"]
     lines = [
         f"Keys of the config, with their values in {files[-1] if files else 'configs/base.py'};",
         "--config.KEY=VALUE sets one. *: not the default, which then follows in parentheses.",
         "",
     ]
-    for name, value in base.leaves(config):
+    for name, value in base.leaves(read_config([*of_defaults, *given])):
         key = base.key_of(name)
         changed = value != key.default
         meaning = f"{key.meaning} ({key.default!r})" if changed else key.meaning

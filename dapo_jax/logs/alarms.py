@@ -53,13 +53,12 @@ _is_finite = jax.jit(all_finite)
 
 def require_finite_state(state: TrainState, step: int) -> None:
     """Refuses a step's new state that is not finite (ValueError), before it is saved or sampled."""
-    require_finite(
-        state,
-        f"step {step}: the new state",
-        advice="the newest checkpoint is finite: give the command again to go on with it, and if "
-        "it ends here again, start anew with a lower learner.learning_rate, learner.weight_decay "
-        "or learner.max_grad_norm",
+    advice = (
+        "the newest checkpoint is finite: give the command again to go on with it, and if it ends "
+        "here again, start anew with a lower learner.learning_rate, learner.weight_decay or "
+        "learner.max_grad_norm"
     )
+    require_finite(state, f"step {step}: the new state", advice=advice)
 
 
 class Alarm(NamedTuple):
@@ -82,35 +81,34 @@ def _is_answerless(row, _=None) -> bool:
 
 
 def _no_answers(row, of: "Alarms") -> str:
-    if (cut := row["response_tokens/truncated_fraction"]) >= ANSWERLESS:
-        return f"{cut:.0%} of the responses are {_cut_advice(of.config)}"
-    share = f"{row['no_answer_fraction']:.0%} of the responses have no answer that is found"
+    cut, share = row["response_tokens/truncated_fraction"], row["no_answer_fraction"]
     since = row.get("alarm/no_answers", 0)
-    if since <= row["step"]:
+    if cut < ANSWERLESS and since <= row["step"]:
         return (
-            f"{share}, and earlier steps had some: the policy has broken. Lower "
-            f"{of.values('learner.learning_rate')} and begin with a checkpoint before step "
-            f"{row['step'] + 1 - since}"
+            f"{share:.0%} of the responses have no answer that is found, and earlier steps had "
+            f"some: the policy has broken. Lower {of.values('learner.learning_rate')} and begin "
+            f"with a checkpoint before step {row['step'] + 1 - since}"
         )
-    return f"{share}. {_template_advice(of.config)}"
+    return _no_answer_advice(of.config, cut, share)
 
 
-def _cut_advice(config: ConfigDict) -> str:
-    return (
-        f"cut at rollout.max_response_tokens = {config.rollout.max_response_tokens}: raise it, or "
-        "does the model not end its turn (tokenizer.chat, tokenizer.stop_tokens)?"
-    )
-
-
-def _template_advice(config: ConfigDict) -> str:
+def _no_answer_advice(config: ConfigDict, cut: float, share: float) -> str:
+    """Says why there are no answers. cut, share: of the responses; the latter have none."""
+    if cut >= ANSWERLESS:
+        return (
+            f"{cut:.0%} of the responses are cut at rollout.max_response_tokens = "
+            f"{config.rollout.max_response_tokens}: raise it, or does the model not end its turn "
+            "(tokenizer.chat, tokenizer.stop_tokens)?"
+        )
     key, settings = next(iter(mixture_settings(config).items()))
-    if settings["task"]:
-        return f"Does {key}.task = {settings['task']!r} grade what this model writes?"
-    return (
-        "Does the prompt say where to put it, in the form that the rules look for? "
-        f"({key}.template = {settings['template']!r}, rules = {settings['rules']!r}, "
-        f'model.path = {str(config.model.path)!r}; template=dapo asks for a line "Answer: ...")'
-    )
+    asks = f"Does {key}.task = {settings['task']!r} grade what this model writes?"
+    if not settings["task"]:
+        asks = (
+            "Does the prompt say where to put it, in the form that the rules look for? "
+            f"({key}.template = {settings['template']!r}, rules = {settings['rules']!r}, "
+            f'model.path = {str(config.model.path)!r}; template=dapo asks for a line "Answer: ...")'
+        )
+    return f"{share:.0%} of the responses have no answer that is found. {asks}"
 
 
 def _entropy_bound(row, of: "Alarms") -> float:
@@ -193,12 +191,10 @@ def cap_advice(config: ConfigDict, rollouts: Rollouts) -> str:
     """Says what to do where the cap on generation left too few informative groups."""
     responses = [r for group in rollouts.sampled for r in group.responses]
     right = np.mean([r.verdict.correct for r in responses])
-    if right == 0:
-        if (cut := np.mean([not r.stopped for r in responses])) >= ANSWERLESS:
-            return f"{cut:.0%} of the responses are {_cut_advice(config)}"
-        share = np.mean([r.verdict.prediction is None for r in responses])
-        if share >= ANSWERLESS:
-            return f"{share:.0%} of the responses have no answer. {_template_advice(config)}"
+    cut = np.mean([not r.stopped for r in responses])
+    share = np.mean([r.verdict.prediction is None for r in responses])
+    if right == 0 and max(cut, share) >= ANSWERLESS:
+        return _no_answer_advice(config, cut, share)
     if right >= SOLVED:
         return "The model solves these problems: start anew with harder ones"
     return (
@@ -236,12 +232,12 @@ class Alarms:
         before: the row of the step before; {} at the run's first. Says the alarms that begin, those
         that stay, now and then, and the ends.
         """
-        in_a_row, most = before.get("updates_skipped_in_a_row", 0), 0
+        in_a_row, most, self.bad = before.get("updates_skipped_in_a_row", 0), 0, ""
         for update in done.updates:
             in_a_row = 0 if update["taken"] else in_a_row + 1
             most = max(most, in_a_row)
-        left_out = [update for update in done.updates if not update["taken"]]
-        self.bad = self._names[int(left_out[0]["bad"])] if left_out else ""
+            if not update["taken"]:
+                self.bad = self.bad or self._names[int(update["bad"])]
         if not np.isfinite(done.reward_PG).all():
             self.bad = "a reward"
         row |= {"updates_skipped_in_a_row": in_a_row, "alarms": 0}
@@ -253,14 +249,14 @@ class Alarms:
             count, was = 0, before.get(key, 0)
             if alarm.holds(row, self):
                 count = row[key] = was + 1
+            elif was > alarm.steps:
+                name = alarm.name.replace("_", " ")
+                self._say(f"step {row['step']}: no more {name} after {was}")
             if count >= alarm.steps:
                 row["alarms"] += 1
                 if (count - alarm.steps) % REPEAT_STEPS == 0:
                     since = f" ({count} steps in a row)" if count > 1 else ""
                     self._say(f"alarm at step {row['step']}{since}: {alarm.text(row, self)}")
-            if count == 0 and was > alarm.steps:
-                name = alarm.name.replace("_", " ")
-                self._say(f"step {row['step']}: no more {name} after {was}")
         return self._reason_to_stop(row, most)
 
     def _reason_to_stop(self, row: Mapping, skipped: int) -> str:

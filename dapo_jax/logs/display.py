@@ -65,12 +65,9 @@ class Display:
         if row.get("seconds/total") is not None:
             self._step_seconds.append(float(row["seconds/total"]))
         digits = len(str(self._num_steps))
-        parts = [
-            f"step {row['step']:>{digits}} ({self._done:>{digits}}/{self._num_steps})",
-            *(f"{m.line} {m.text(row.get(m.key))}" for m in METRICS if m.line),
-            f"eta {self._eta()}",
-        ]
-        self.line("  ".join(parts))
+        step = f"step {row['step']:>{digits}} ({self._done:>{digits}}/{self._num_steps})"
+        metrics = (f"{m.line} {m.text(row.get(m.key))}" for m in METRICS if m.line)
+        self.line("  ".join([step, *metrics, f"eta {self._eta()}"]))
 
     def line(self, text: str) -> None:
         """Prints text, which may have several lines, as it is, over the line of progress."""

@@ -109,11 +109,8 @@ def append_log(workdir: pathlib.Path, text: str) -> None:
     """
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M:%SZ")
     lines = "".join(f"{now}  {line}".rstrip() + "\n" for line in text.split("\n"))
-    with (
-        contextlib.suppress(OSError),
-        (workdir / LOG).open("a", encoding="utf-8", errors="backslashreplace") as file,
-    ):
-        file.write(lines)
+    with contextlib.suppress(OSError), (workdir / LOG).open("ab") as file:
+        file.write(lines.encode(errors="backslashreplace"))
 
 
 def read_starts(path: pathlib.Path) -> list[dict]:
@@ -127,14 +124,10 @@ def read_starts(path: pathlib.Path) -> list[dict]:
 
 def read_json(path: pathlib.Path) -> dict:
     """Reads a JSON object; ValueError, in one line with its path, where the file is cut or none."""
-    value = None
     with contextlib.suppress(ValueError):
-        value = json.loads(path.read_bytes())
-    if not isinstance(value, dict):
-        raise ValueError(
-            f"{path} is not JSON of an object, it may be cut short: put back a copy of it"
-        )
-    return value
+        if isinstance(value := json.loads(path.read_bytes()), dict):
+            return value
+    raise ValueError(f"{path} is not JSON of an object, it may be cut short: put back a copy of it")
 
 
 def plain_value(value):
@@ -162,10 +155,8 @@ def json_digest(value: Any) -> str:
 
 
 def write_rollouts(path: pathlib.Path, rows: Iterable[Mapping], *, level: int = 9) -> None:
-    """Writes one response a line to a gzipped JSON-lines file, DIR/rollouts/<step>.jsonl.gz.
+    """Writes rows to a gzipped file of JSON lines, whole or not at all; equal ones as equal bytes.
 
-    Equal rows give equal bytes (no time or name in the gzip header). The file appears complete or
-    not at all. NaN and infinities are written as null.
     level: of compression; 1 is seven times as fast as 9, for half as many bytes more.
     """
     with (
@@ -199,7 +190,7 @@ def _read_lines(path: pathlib.Path) -> list[tuple[bytes, dict]]:
 
 
 def read_rows(path: pathlib.Path) -> list[dict]:
-    """Reads metrics.jsonl: one dict a rollout step, null read as None.
+    """Reads metrics.jsonl: one dict a rollout step.
 
     A last line without its end, left by a kill in the middle of a write, is dropped if it does
     not parse. Raises ValueError, with file and line, for any other broken line, and
@@ -209,7 +200,7 @@ def read_rows(path: pathlib.Path) -> list[dict]:
 
 
 def begin_rows(
-    workdir: pathlib.Path, *, first_step: int, begin_step: int = 0, last_row: Mapping | None = None
+    workdir: pathlib.Path, first_step: int, begin_step: int = 0, last_row: Mapping | None = None
 ) -> list[str]:
     """Leaves in workdir/metrics.jsonl the rows before `first_step`, at which work begins.
 
@@ -219,19 +210,19 @@ def begin_rows(
     what a person should know of the rows found.
     """
     path, notes = workdir / "metrics.jsonl", []
-    pairs = _read_lines(path) if path.exists() else []
-    kept = [(line, row) for line, row in pairs if row["step"] < first_step]
-    cut = [(line, row) for line, row in pairs if row["step"] >= first_step]
+    lines = [(row["step"], line) for line, row in _read_lines(path)] if path.exists() else []
+    kept = {step: line for step, line in lines if step < first_step}
+    cut = [(step, line) for step, line in lines if step >= first_step]
     if cut:
         names = (workdir / f"metrics.cut-{n}.jsonl" for n in itertools.count(1))
         copy = next(name for name in names if not name.exists())
-        write_file(copy, b"".join(line for line, _ in cut))
+        write_file(copy, b"".join(line for _, line in cut))
         notes.append(
-            f"{len(cut)} rows from step {cut[0][1]['step']} on are of work that is done again; "
+            f"{len(cut)} rows from step {cut[0][0]} on are of work that is done again; "
             f"kept in {copy}"
         )
-    write_file(path, b"".join(line for line, _ in kept))
-    missing = set(range(begin_step, first_step)) - {row["step"] for _, row in kept}
+    write_file(path, b"".join(kept.values()))
+    missing = set(range(begin_step, first_step)) - kept.keys()
     if first_step - 1 in missing:
         append_line(path, last_row)
         missing.remove(first_step - 1)

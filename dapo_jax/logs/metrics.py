@@ -18,7 +18,6 @@ import numpy as np
 from dapo_jax.types import Response, Rollouts, RolloutStats
 from dapo_jax.verifier.math_rules import GAVE_UP
 
-CLOCKED = ("seconds/", "seconds_in_rollout/", "tokens_per_second/")  # no two runs have these alike
 STATE, TOKENS, LOGP, VERDICTS = "digest/state", "digest/tokens", "digest/logp", "digest/verdicts"
 # The keys of a row that are no metrics: text each, in no curve.
 DIGESTS = {
@@ -114,11 +113,10 @@ class Metric:
     key: its name in metrics.jsonl and TensorBoard. unit: a "share" is drawn in percent. value:
     computes it; None where a step has none. Without a function the metric is the number that a
     step already has under this key: the mean over the updates of what `update` returned, the
-    seconds of a phase or of a part of sampling, a score. form: how a person reads it; its width is
-    that of the live line's column. panel: title of the panel of the curves that draws it, beside
-    others of that title. line, summary: its label in the live line,
-    and in the summary of first against last; "" leaves it out. higher_is_better: whether the
-    summary also has its best step.
+    seconds of a phase or of a part of sampling, a score. form: how a person reads it, as wide as
+    the live line's column. panel: the title above its curve and others. line, summary: its label
+    in the live line, and in the summary of first against last; "" leaves it out.
+    higher_is_better: whether the summary also has its best step.
     """
 
     key: str
@@ -337,11 +335,6 @@ def step_row(step: Step) -> dict[str, float]:
         if not isinstance(value, bool | int | float):
             raise TypeError(f"metric {key!r} of step {step.step} is not a number: {value!r}")
     return row
-
-
-def untimed(row: Mapping) -> dict:
-    """Returns the part of a row that two runs of one config have alike."""
-    return {key: value for key, value in row.items() if not key.startswith(CLOCKED)}
 
 
 class Stopwatch:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import jax
 from ml_collections import ConfigDict
 
-from dapo_jax.cli.config_flags import ROOT, as_json
+from configs.compare import ROOT, as_json
 from dapo_jax.logs.files import append_line, json_digest
 from dapo_jax.process import hosts
 
@@ -24,11 +24,9 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 def add_start(workdir: pathlib.Path, config: ConfigDict, about: Mapping) -> None:
     """Appends this start to the run's starts.jsonl, with `about`, what else is known of it.
 
-    It has time, place, command, code, versions, devices and the config's digest. To be called by
-    the main process alone.
+    The main process alone calls it.
     """
     path, kind = workdir / NAME, jax.devices()[0].device_kind
-    devices = {"kind": kind, "count": jax.device_count(), "processes": hosts.count()}
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
     start = {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -38,7 +36,7 @@ def add_start(workdir: pathlib.Path, config: ConfigDict, about: Mapping) -> None
         "folder": str(pathlib.Path.cwd()),
         **code_version(ROOT),
         "versions": {"python": sys.version.partition(" ")[0], **versions},
-        "devices": devices,
+        "devices": {"kind": kind, "count": jax.device_count(), "processes": hosts.count()},
         "config_digest": json_digest(as_json(config)),
     }
     path.touch()

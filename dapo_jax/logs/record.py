@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
-from dapo_jax.cli.config_flags import as_json
+from configs.compare import as_json
 from dapo_jax.logs import files
 from dapo_jax.logs.display import Display, evaluation_line
 from dapo_jax.logs.metrics import DIGESTS, LOGP, STATE, TASK, TOKENS, VERDICTS
@@ -44,43 +44,38 @@ class Record(contextlib.AbstractContextManager):
         last_row: Mapping | None,
         about: Mapping[str, Any],
     ):
-        is_main = hosts.is_main_host()
-        log = functools.partial(files.append_log, workdir) if is_main else None
-        self.workdir, self._config = workdir, config
+        self._is_main = hosts.is_main_host()
+        log = functools.partial(files.append_log, workdir) if self._is_main else None
+        self.workdir, self._log = workdir, config.log
         self.display = Display(config.num_steps, first_step, log)
         self._background = concurrent.futures.ThreadPoolExecutor(1)
         self._files: concurrent.futures.Future | None = None
-        if not is_main:
-            return
-        add_start(workdir, config, {"first_step": first_step, **about})
-        notes = files.begin_rows(
-            workdir, first_step=first_step, begin_step=begin_step, last_row=last_row
-        )
-        # Once the rows are cut: a killed run's look finished beside a config of fewer steps.
-        document = as_json(config)
-        files.write_json(workdir / "config.json", document)
-        last_step = first_step - 1 if first_step > begin_step else None
-        self._writers = Writers(config.log.writers, document, workdir, last_step, self.display.line)
-        for note in notes:
-            self.display.line(note)
+        document, last_step = as_json(config), first_step - 1 if first_step > begin_step else None
+        if self._is_main:
+            add_start(workdir, config, {"first_step": first_step, **about})
+            for note in files.begin_rows(workdir, first_step, begin_step, last_row):
+                self.display.line(note)
+            # Once the rows are cut: a killed run's look finished beside a config of fewer steps.
+            files.write_json(workdir / "config.json", document)
+        names = config.log.writers if self._is_main else ()
+        self._writers = Writers(names, self.display.line, document, workdir, last_step)
 
     def __exit__(self, kind, error, traceback) -> None:
         self.display.close()
         self._background.shutdown()
         if self._files is not None and (lost := self._files.exception()):
             print(f"the step's responses were not written: {lost}", file=sys.stderr)
-        if hosts.is_main_host():
-            if error is not None:
-                files.append_log(self.workdir, f"ended by {kind.__name__}: {error}")
-            self._writers("close")
+        if self._is_main and error is not None:
+            files.append_log(self.workdir, f"ended by {kind.__name__}: {error}")
+        self._writers("close")
 
     def rollouts(self, step: int, rollouts: Rollouts, reward_PG) -> None:
         """Begins to digest all responses, and to write rollouts/<step>.jsonl.gz if it is due."""
-        if hosts.is_main_host():
+        if self._is_main:
             self._files = self._background.submit(self._keep, step, rollouts, reward_PG)
 
     def _keep(self, step: int, rollouts: Rollouts, reward_PG) -> dict[str, str]:
-        if _every(self._config.log.rollouts_every_steps, step):
+        if _every(self._log.rollouts_every_steps, step):
             rows = rollout_rows(rollouts, reward_PG)
             files.write_rollouts(self.workdir / "rollouts" / f"{step}.jsonl.gz", rows, level=1)
         return sample_digests(rollouts.sampled, reward_PG)
@@ -98,34 +93,30 @@ class Record(contextlib.AbstractContextManager):
 
     def responses(self, finished_steps: int, name: str, groups: Sequence[Group]) -> None:
         """Writes an evaluation set's responses to eval/<finished rollout steps>.<set>.jsonl.gz."""
-        if hosts.is_main_host() and self._config.log.eval_responses:
+        if self._is_main and self._log.eval_responses:
             write_responses(self.workdir, f"{finished_steps}.{name}", groups)
 
     def results(
         self, finished_steps: int, results: dict, settings: Mapping[str, dict]
     ) -> dict[str, float]:
-        """Writes and shows an evaluation's scores; returns them as keys of a metrics row.
-
-        settings: how each set was sampled and graded.
-        """
+        """Writes and shows scores, with how each set was sampled; returns them as keys of a row."""
         scores = result_row(results)
-        if hosts.is_main_host():
+        if self._is_main:
             document = {"step": finished_steps, "sets": results, "settings": settings}
             files.write_json(self.workdir / "eval" / f"{finished_steps}.json", document)
-            self._writers("evaluation", finished_steps, scores)
+        self._writers("evaluation", finished_steps, scores)
         self.display.line(evaluation_line(finished_steps, scores))
         return scores
 
     def step(self, row: dict, rollouts: Rollouts, reward_PG) -> None:
         """Writes and shows a finished step's row, and every so many steps samples."""
-        if hosts.is_main_host():
+        if self._is_main:
             files.append_line(self.workdir / "metrics.jsonl", row)
-            self._writers("step", {k: v for k, v in row.items() if k not in DIGESTS})
-        is_due = _every(self._config.log.samples_every_steps, row["step"])
+        self._writers("step", {k: v for k, v in row.items() if k not in DIGESTS})
+        is_due = _every(self._log.samples_every_steps, row["step"])
         if is_due and (shown := samples(rollouts, reward_PG)):
             self.display.samples(row["step"], shown)
-            if hosts.is_main_host():
-                self._writers("samples", row["step"], shown)
+            self._writers("samples", row["step"], shown)
         self.display.step(row)
 
 

@@ -1,9 +1,8 @@
 """More places for a run's numbers: `log.writers`.
 
 A writer is a class with the methods of `Writer`, named "tensorboard", "wandb", "trackio" or
-"module:Class".
-One that fails is left out for the rest of the run, which says so once: the numbers are in
-metrics.jsonl anyway.
+"module:Class". One that fails is left out for the rest of the run, which says so once: the numbers
+are in metrics.jsonl anyway.
 """
 
 import importlib.util
@@ -147,8 +146,7 @@ BUILT_IN = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}
 def find(name: str) -> Callable[..., Writer]:
     """Returns a writer's class; ValueError where log.writers names none, or it is not installed."""
     setting = f"log.writers has {name!r}"
-    if name in INSTALL and importlib.util.find_spec(name) is None:
-        package = INSTALL[name]
+    if (package := INSTALL.get(name)) and importlib.util.find_spec(name) is None:
         raise ValueError(f'{setting}, but that package is not installed: pip install "{package}"')
     if name in BUILT_IN:
         return BUILT_IN[name]
@@ -158,19 +156,15 @@ def find(name: str) -> Callable[..., Writer]:
 
 
 class Writers:
-    """All writers of a run, none of which can end it. say: is told, once each, of what failed."""
+    """All writers of a run, none of which can end it. say: is told, once each, of what failed.
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        config: dict,
-        workdir: pathlib.Path,
-        resume_step: int | None,
-        say: Callable[[str], None],
-    ):
+    of_run: what `Writer` is made of.
+    """
+
+    def __init__(self, names: Sequence[str], say: Callable[[str], None], *of_run):
         self._say, self._writers = say, {}
         for name in names:
-            self._call(name, self._begin, name, config, workdir, resume_step)
+            self._call(name, self._begin, name, *of_run)
 
     def __call__(self, method: str, *arguments) -> None:
         """Calls a method of all of them that have it: step, evaluation, samples or close."""

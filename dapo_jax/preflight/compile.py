@@ -45,10 +45,7 @@ class Program(NamedTuple):
 
 
 def topology_devices(topology: str, *, slices: int):
-    """Returns the devices of so many slices, none of which is there.
-
-    Raises ValueError for a topology that the compiler does not have, or without the compiler.
-    """
+    """Returns a topology's devices, which need not be there; ValueError where none is known."""
     jax.config.update("jax_platforms", "cpu")
     if LIBTPU.exists():
         os.environ.setdefault("TPU_LIBRARY_PATH", str(LIBTPU))
@@ -60,15 +57,16 @@ def topology_devices(topology: str, *, slices: int):
             "the TPU's compiler, libtpu, is missing: `make preflight CONFIG=configs/FILE.py "
             f"TOPOLOGY={topology}` installs it beside the environment and does the same"
         )
-    name = f"{chip.name}:{topology.partition(':')[2]}"
     several = {"num_slices": slices} if slices > 1 else {}
     try:
-        description = topologies.get_topology_desc(
-            platform="tpu", topology_name=name, **several, **dict(chip.description)
-        )
+        return topologies.get_topology_desc(
+            platform="tpu",
+            topology_name=f"{chip.name}:{topology.partition(':')[2]}",
+            **several,
+            **dict(chip.description),
+        ).devices
     except Exception as error:  # of several kinds, all from the compiler
         raise ValueError(f"--topology={topology}: {error}") from error
-    return description.devices
 
 
 def without_weights(config: ConfigDict) -> ConfigDict:
@@ -107,10 +105,7 @@ def lowered_programs(built: components.Programs) -> dict[str, jax.stages.Lowered
 def compiled_programs(
     built: components.Programs, *, say: Callable[[str], None]
 ) -> dict[str, Program]:
-    """Compiles the config's programs in parallel. Raises DoesNotFit for one that does not.
-
-    say: shows the progress.
-    """
+    """Compiles the config's programs in parallel, and says how far; may raise DoesNotFit."""
     say("tracing the config's programs")
     lowered, programs, workers = lowered_programs(built), {}, os.cpu_count()
     say(f"{len(lowered)} programs to compile, {workers} at once; the update takes longest")

@@ -1,6 +1,7 @@
 """Compiles a config for a topology, and adds up the bytes of a device in each phase."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 
@@ -58,18 +59,6 @@ class Findings:
         """The share of the memory that is free in the fullest phase."""
         return 1 - self.fullest.total / self.chip.hbm_bytes
 
-    @property
-    def advice(self) -> str:
-        """The setting to change where it does not fit, or hardly."""
-        if self.fullest.name in ("update", "old_logprobs"):
-            return (
-                "lower learner.micro_batch_rows, learner.row_tokens or learner.row_lengths, set "
-                "learner.remat to offload, or raise mesh.model: the update needs the most"
-            )
-        over = self.fullest.total - (1 - WANTED_HEADROOM) * self.chip.hbm_bytes
-        mib = math.ceil(over / 2**20)
-        return f"lower rollout.cache_mib by {mib} or raise mesh.model: sampling needs the most"
-
     def lines(self) -> list[str]:
         """Returns the mesh, the slots, each phase's memory, the advice and the verdict."""
         mesh = ", ".join(f"{axis} {size}" for axis, size in self.built.mesh.shape.items())
@@ -85,8 +74,18 @@ class Findings:
             out.append(f"{phase.name:22}{''.join(sizes)}{phase.total / GIB:9.2f}")
         free = f"{self.headroom:.1%} free in {self.fullest.name}"
         out.append(f"of {self.chip.hbm_bytes / GIB:.2f} GiB: {free}")
-        if self.headroom < WANTED_HEADROOM:
-            out.append(f"less than {WANTED_HEADROOM:.0%} is free: {self.advice}")
+        over = self.fullest.total - (1 - WANTED_HEADROOM) * self.chip.hbm_bytes
+        advice = (
+            f"lower rollout.cache_mib by {math.ceil(over / 2**20)} or raise mesh.model: sampling "
+            "needs the most"
+        )
+        if self.fullest.name in ("update", "old_logprobs"):
+            advice = (
+                "lower learner.micro_batch_rows, learner.row_tokens or learner.row_lengths, set "
+                "learner.remat to offload, or raise mesh.model: the update needs the most"
+            )
+        if over > 0:
+            out.append(f"less than {WANTED_HEADROOM:.0%} is free: {advice}")
         return [*out, "it fits" if self.headroom >= 0 else "it does not fit"]
 
 
@@ -103,12 +102,10 @@ def examine(
     slices: None: the config's. say: shows progress. Raises ValueError for settings that cannot
     work, DoesNotFit for a program that does not.
     """
-    config = without_weights(config)
+    config, chip = without_weights(config), chip_of(topology)
     config.mesh.slices = slices = slices or config.mesh.slices
-    devices = topology_devices(topology, slices=slices)
-    chip = chip_of(topology)
     title = f"{config_name} on {topology}" + (f" x {slices}" if slices > 1 else "")
-    run = planned(config, devices, chip.hbm_bytes)
+    run = planned(config, topology_devices(topology, slices=slices), chip.hbm_bytes)
     for line in run.chosen:
         say(line)
     phases = memory_phases(run.programs, compiled_programs(run.programs, say=say))
@@ -122,10 +119,8 @@ def planned(config: ConfigDict, devices, device_bytes: int) -> start.Planned:
         tokenizer = any_tokenizer(components.model_sizes(config).vocab_size)
         return tokenizer, components.load_data(config, tokenizer, training=False, evaluates=False)
 
-    def fit(config, *_):
-        auto_sizes.fit_training(config, devices=devices, device_bytes=device_bytes)
-
     start.accept(config, "data.", "eval.", training=False)
+    fit = functools.partial(auto_sizes.fit_training, devices=devices, device_bytes=device_bytes)
     return start.plan(config, read, fit, training=True, devices=devices)
 
 
@@ -135,19 +130,17 @@ def memory_phases(built: components.Programs, programs: dict[str, Program]) -> l
     The parts of sampling are those of `train --dry_run`. The update's batch is the rest of the
     compiler's arguments; its gradients are among the temporaries.
     """
-    held_in = memory(built)
-    sampling, cache = held_in["rollout"], "keys and values"
-    held = {name: sampling[name] for name in ("state", "start weights")}
-    kept = {cache: sampling[cache]} if cache in held_in["update"] else {}
-    resharding = {name: size for name, size in sampling.items() if name != cache} | kept
+    sampling, updating = memory(built).values()
+    kept = {name: size for name, size in sampling.items() if name in updating}
     phases = []
     for name, program in programs.items():
+        parts = sampling
         if name in ("update", "old_logprobs"):
             given = built.state if name == "update" else built.state.params
             batch = program.arguments - device_bytes((given, built.start_weights))
-            parts = held | {"batch": batch} | kept
-        else:
-            parts = resharding if name == "reshard" else sampling
+            parts = kept | {"batch": batch}
+        elif name == "reshard":
+            parts = kept | {"sampler's weights": sampling["sampler's weights"]}
         phases.append(Phase(name, parts | {"temporaries": program.temporaries}))
     return phases
 

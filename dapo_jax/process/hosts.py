@@ -1,8 +1,7 @@
 """The only place that knows about processes.
 
-A program on several hosts is the same program on each: every process keeps the whole scheduler
-state, takes every decision from values that all have, and calls what is collective at the same
-point. What only one of them can know goes through `gather` or `on_main`. Threads of different
+Every process takes every decision from values that all have, and calls what is collective at the
+same point. What only one of them can know goes through `gather` or `on_main`. Threads of different
 processes, which must not wait for devices, use the key-value store: `kv_put` and `kv_get`.
 
 All end together: the first one that ends says with which line and status (`end`), and the others
@@ -15,7 +14,6 @@ import contextlib
 import errno
 import functools
 import os
-import pathlib
 import pickle
 import re
 import signal
@@ -39,12 +37,9 @@ COORDINATOR, PROCESSES, PROCESS = "DAPO_COORDINATOR", "DAPO_PROCESSES", "DAPO_PR
 # threads of C++, which neither a compilation nor a long hold of the interpreter's lock stops.
 HEARTBEAT_SECONDS = 12
 WAITING_SECONDS = 10.0  # between the lines of a process that waits for the others to start
-ESTABLISHED = "01"  # a connection's state in /proc/net/tcp
 RETRYABLE = 75  # exit status (EX_TEMPFAIL): no fault of the settings, the same command can go on
-END, GONE = "end", "gone"  # keys: how all processes end, and how many have read it
-PARTING_SECONDS = 3.0  # the longest that the main process, whose end ends the store, waits
-PARTED_SECONDS = 0.1  # after the last one's word: JAX aborts who still runs without the store
-STORE_SECONDS = 1.0  # the longest that a process that ends waits for the store, which may be gone
+END = "end"  # key: how all processes end
+PARTING_SECONDS = 3.0  # for the store, which may be gone, and for others to read it before it is
 SHOWN_ERROR = 200
 # How a collective, the key-value store or a TPU says that another process is not there any more. A
 # compiler's errors are pages of operations, an optimization_barrier among them.
@@ -112,22 +107,19 @@ def _saying_what_is_waited_for(cluster: dict[str, Any]) -> Iterator[None]:
     port = address.rpartition(":")[2]
     if cluster.get("process_id") == 0 and port.isdecimal():
         try:
-            with contextlib.closing(socket.socket(socket.AF_INET6)) as probe:
+            with socket.socket(socket.AF_INET6) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(("::", int(port)))
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 message = f"{COORDINATOR}={address}: that port is in use here; give another"
                 raise ValueError(message) from None
+    who = f"{cluster.get('num_processes', 'all')} processes at {address or 'the pod'}"
     done, start = threading.Event(), time.monotonic()
 
     def say():
         while not done.wait(WAITING_SECONDS):
-            who = f"{cluster.get('num_processes', 'all')} processes at {address or 'the pod'}"
-            if cluster.get("process_id") == 0 and port.isdecimal():
-                who += f" ({_connected(int(port))} are there)"
-            seconds = time.monotonic() - start
-            print(f"waiting for {who}, {seconds:.0f} s", file=sys.stderr, flush=True)
+            _print(f"waiting for {who}, {time.monotonic() - start:.0f} s")
 
     threading.Thread(target=say, name="waiting", daemon=True).start()
     # Ctrl-C would wait for JAX, whose library then aborts with its stack.
@@ -137,15 +129,6 @@ def _saying_what_is_waited_for(cluster: dict[str, Any]) -> Iterator[None]:
     finally:
         signal.signal(signal.SIGINT, handler)
         done.set()
-
-
-def _connected(port: int) -> int:
-    """Counts the connections to a port of this machine, one a process, as Linux lists them."""
-    tables = [pathlib.Path("/proc/net", name) for name in ("tcp", "tcp6")]
-    text = b"".join(table.read_bytes() for table in tables if os.access(table, os.R_OK)).decode(
-        "latin1"
-    )
-    return len(re.findall(rf":{port:04X} \S+ {ESTABLISHED} ", text))
 
 
 def started() -> bool:
@@ -174,10 +157,7 @@ def is_mine(number: int) -> bool:
 
 
 def place(tree, shardings):
-    """Makes global arrays from host arrays, equal on every process, which keeps its own shards.
-
-    `shardings` is one sharding for all arrays, or a tree of them like `tree`.
-    """
+    """Makes global arrays from host arrays, equal on every process, by one sharding or a tree."""
 
     def one(array, sharding):
         array = np.asarray(array)
@@ -210,10 +190,7 @@ def gather(value) -> list:
 
 
 def on_main(decide: Callable[[], Any]):
-    """Returns on all processes what `decide()` gives on the main host; raises its error on all.
-
-    For what depends on files that only the main host has.
-    """
+    """Returns on all processes what `decide()` gives on the main host; raises its error on all."""
     if count() == 1:
         return decide()
     result = error = None
@@ -259,39 +236,41 @@ def kv_get(name: str, *, wait_seconds: float) -> str | None:
         raise
 
 
-def fail(message: str, *, code: int) -> None:
-    """Ends all processes at once: the others would wait forever for this one."""
-    *before, line = message.strip().splitlines()
-    if before:
-        _print("\n".join(before))
-    end(line, code)
+def fail(message: str, *, code: int = 1) -> None:
+    """Ends all processes at once: the others would wait forever for this one. Alone it goes on.
 
-
-def end(line: str, status: int, *, say: Callable[[str], None] | None = None) -> None:
-    """Ends all processes with the line and the status, or as the first one that ended has said.
-
-    say: what prints the line here, standard error by default.
+    Asks JAX for nothing: it would start its backends, and wait there for the others.
     """
+    if started():
+        *before, line = message.strip().splitlines()
+        if before:
+            _print("\n".join(before))
+        end(line, code)
+
+
+def end(line: str, status: int) -> None:
+    """Ends all processes with the line and the status, or as the first one that ended has said."""
     if not started():
-        leave(line, status, say=say)
-    me = distributed.global_state.process_id
+        leave(line, status)
     failed = " failed" if status == 1 else ""
-    theirs = _quickly(lambda: _first_end(f"{status} process {me}{failed}: {line}"), PARTING_SECONDS)
-    if theirs is None:
-        leave(line, status, say=say)
-    _follow(theirs)
+    mine = f"{status} process {distributed.global_state.process_id}{failed}: {line}"
+    if theirs := _quickly(lambda: _first_end(mine), PARTING_SECONDS):
+        _follow(theirs)
+    leave(line, status)
 
 
 def leave(line: str, status: int, *, say: Callable[[str], None] | None = None) -> None:
-    """Ends this process, which says the line. The main one lets the others read the store first."""
+    """Ends this process, which says the line. The main one lets the others read the store first.
+
+    say: prints the line; None: to standard error.
+    """
     if not _ending.acquire(blocking=False):
         threading.Event().wait()  # another thread is at it
     with contextlib.suppress(Exception, SystemExit):  # nobody may be there to read it any more
         (say or _print)(line)
         sys.stdout.flush()
-    if started():
-        main = distributed.global_state.process_id == 0
-        _quickly(_part, PARTING_SECONDS if main else STORE_SECONDS)
+    if started() and distributed.global_state.process_id == 0:
+        time.sleep(PARTING_SECONDS)  # JAX aborts who still runs without the store
     os._exit(status)
 
 
@@ -331,20 +310,8 @@ def _first_end(text: str) -> str | None:
 
 
 def _follow(text: str) -> None:
-    """Ends this process as another one has said."""
     status, _, line = text.partition(" ")
     leave(line, int(status))
-
-
-def _part() -> None:
-    """Counts this process as gone; the main one waits until all others are."""
-    client, others = distributed.global_state.client, distributed.global_state.num_processes - 1
-    if distributed.global_state.process_id:
-        client.key_value_increment(f"dapo/{GONE}", 1)
-        return
-    while client.key_value_increment(f"dapo/{GONE}", 0) < others:
-        time.sleep(0.02)
-    time.sleep(PARTED_SECONDS)
 
 
 def _quickly(call: Callable[[], Any], seconds: float) -> Any:

@@ -65,11 +65,9 @@ def write_report(
 
 def main() -> None:
     parser = argparse.ArgumentParser("dapo_jax.report", allow_abbrev=False)
-    for name, value in (
-        ("workdir", "the folder of a run or of a sweep, or a rows.jsonl.gz"),
-        ("evaluation", "an eval/*.json; those of one set are compared"),
-    ):
-        parser.add_argument(f"--{name}", nargs="+", action="extend", default=[], help=value)
+    paths = {"nargs": "+", "action": "extend", "default": []}
+    parser.add_argument("--workdir", **paths, help="a run's or sweep's folder, or a rows.jsonl.gz")
+    parser.add_argument("--evaluation", **paths, help="eval/*.json; those of one set are compared")
     parser.add_argument("--baseline", default="", help="the arm to compare with; '': the first")
     given = parser.parse_args()
     if not given.workdir and not given.evaluation:

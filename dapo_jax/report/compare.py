@@ -1,6 +1,7 @@
 """Arms compared over seeds: one number a run, means and spreads, differences from one arm."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -26,14 +27,15 @@ class Quantity:
     form: str = "{:.1f}"
 
 
-def last(name: str, key: str, *, scale: float = 1.0, form: str = "{:.1f}") -> Quantity:
-    """The mean of a metric over a run's last steps (`statistics.last_mean`)."""
-    return Quantity(name, lambda run: scale * statistics.last_mean(column(run.rows, key)), form)
+def averaged(
+    average: Callable, name: str, key: str, *, scale: float = 1.0, form: str = "{:.1f}"
+) -> Quantity:
+    """Returns the average of a metric over a run's rows, times a scale."""
+    return Quantity(name, lambda run: scale * average(column(run.rows, key)), form)
 
 
-def mean(name: str, key: str, *, scale: float = 1.0, form: str = "{:.1f}") -> Quantity:
-    """The mean of a metric over all steps."""
-    return Quantity(name, lambda run: scale * statistics.nan_mean(column(run.rows, key)), form)
+last = functools.partial(averaged, statistics.last_mean)
+mean = functools.partial(averaged, statistics.nan_mean)
 
 
 def accuracy_over(budget_tokens: int) -> Quantity:
@@ -64,24 +66,19 @@ def final_score(name: str, score: str) -> Quantity:
 
 
 def sampled_tokens(run: Run) -> float:
-    """Thousands of tokens that the run sampled for training."""
-    return float(column(run.rows, "sampled_tokens_total")[-1]) / 1e3
+    """Counts the tokens that the run sampled for training, in thousands."""
+    return column(run.rows, "sampled_tokens_total")[-1] / 1e3
 
 
 def nonzero_updates(run: Run) -> float:
-    """The updates of the run that changed the weights; NaN where its rows do not count them."""
-    return float(np.sum(column(run.rows, "updates") - column(run.rows, "updates_zero_gradient")))
-
-
-def informative_groups(run: Run) -> float:
-    """The groups with right and wrong responses in all steps; NaN where a step has no number."""
-    return float(np.sum(column(run.rows, "groups/informative")))
+    """Counts the updates that changed the weights; NaN where the rows do not."""
+    return np.sum(column(run.rows, "updates") - column(run.rows, "updates_zero_gradient"))
 
 
 WORK = (  # arms of equally many steps may differ in each
     Quantity("sampled tokens, thousands", sampled_tokens, "{:.0f}"),
     Quantity("non-zero updates", nonzero_updates, "{:.0f}"),
-    Quantity("informative groups", informative_groups, "{:.0f}"),
+    averaged(np.sum, "informative groups", "groups/informative", form="{:.0f}"),
 )
 TRAINING = (
     last("train accuracy, %", "accuracy/mean", scale=100),
@@ -153,10 +150,7 @@ def interval_text(quantity: Quantity, interval: statistics.Interval) -> str:
 def paired(
     ours: Mapping[int, float], theirs: Mapping[int, float]
 ) -> tuple[int, statistics.Interval]:
-    """Returns (the seeds that both have, the interval of ours - theirs on these seeds).
-
-    ours, theirs: values by seed; those that are NaN are left out.
-    """
+    """Returns (the number of seeds that both have, the interval of ours - theirs on them)."""
     shared = [s for s in ours if s in theirs and not math.isnan(ours[s] + theirs[s])]
     found = statistics.paired_interval([ours[s] for s in shared], [theirs[s] for s in shared])
     return len(shared), found

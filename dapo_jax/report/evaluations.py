@@ -78,7 +78,8 @@ def compare(a: Evaluated, b: Evaluated) -> list[str]:
     worse = sum(y < x for x, y in zip(a_P, b_P, strict=True))
     moved = [*pairs[: min(better, SHOWN_PROBLEMS)], *pairs[P - min(worse, SHOWN_PROBLEMS) :]]
     lines = [
-        *(f"a: {a.label}", f"b: {b.label}"),
+        f"a: {a.label}",
+        f"b: {b.label}",
         *(
             f"   {key}: a {a.settings.get(key)}, b {b.settings.get(key)}"
             for key in {**a.settings, **b.settings}
@@ -98,10 +99,7 @@ def compare(a: Evaluated, b: Evaluated) -> list[str]:
 
 
 def compared(paths: Sequence[str | pathlib.Path]) -> list[str]:
-    """Compares results with the first one of their set: lines for a terminal.
-
-    Raises as `read` and `compare` do, and ValueError where no set is there twice.
-    """
+    """Compares results with the first of their set, line by line; ValueError without any pair."""
     first: dict[str, Evaluated] = {}
     found = [evaluated for path in paths for evaluated in read(path)]
     others = [of for of in found if first.setdefault(of.name, of) is not of]

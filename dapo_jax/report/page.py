@@ -21,10 +21,7 @@ SAMPLE_HEADS = ("run", "step", "problem", "response", "verdict", "tokens", "rewa
 
 
 def render(runs: Mapping[str, Run], *, pictures: Sequence[bytes] = (), baseline: str = "") -> str:
-    """Renders the page of runs by label; all text in it is escaped.
-
-    pictures: PNG files. baseline: the arm that the others are compared with; "": the first.
-    """
+    """Renders the page of runs by label, with PNG files; all text in it is escaped."""
     arms, (tables, short) = list(by_arm(runs)), compare.tables(runs, baseline=baseline)
     several, text = len(runs) > 1, pathlib.Path(__file__).with_name("page.html.j2").read_text()
     template = jinja2.Template(text, autoescape=True, trim_blocks=True, lstrip_blocks=True)
@@ -41,10 +38,7 @@ def render(runs: Mapping[str, Run], *, pictures: Sequence[bytes] = (), baseline:
 
 
 def samples(runs: Mapping[str, Run]) -> list[list[str]]:
-    """Lists responses of each arm's first run that has some, as rows of SAMPLE_HEADS.
-
-    They are of its first and its last rollouts/<step>.jsonl.gz: one to each of the first problems.
-    """
+    """Lists rows of SAMPLE_HEADS of each arm, of the first and last step that it has written."""
     found, arms = [], set()
     for label, run in runs.items():
         files = (run.workdir / "rollouts").glob("[0-9]*.jsonl.gz") if run.workdir else ()

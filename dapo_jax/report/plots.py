@@ -28,15 +28,10 @@ COLUMNS = 3  # panels beside each other
 PANEL_INCHES = 4.5
 LABEL = 48  # characters of a name in a legend
 
-_LINES = ("-", "--", ":", "-.")
-
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """One quantity of every run: its name in a legend, and finished steps -> value of a run.
-
-    few: drawn with markers.
-    """
+    """A quantity: its name, and finished steps -> value of a run; few: drawn with markers."""
 
     name: str
     points: Callable[[Run], Mapping[int, float | None]]
@@ -125,10 +120,8 @@ def chosen(
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(16, 1 + PANEL_INCHES * rows), dpi=100, layout="constrained")
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
-    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for ax in axes[len(panels) :]:
-        ax.remove()
-    for ax, panel in zip(axes, panels, strict=False):
+    for i, panel in enumerate(panels, start=1):
+        ax = figure.add_subplot(rows, columns, i)
         _panel(ax, list(arms.values()), panel, over_tokens=over_tokens)
     looks = [_look(i) | {"linewidth": 4} for i in range(len(arms))] if len(arms) > 1 else []
     legend = figure.legend(
@@ -162,7 +155,7 @@ def _title(runs: Mapping[str, Run]) -> str:
 
 def _look(index: int) -> dict:
     """A colour of matplotlib's ten; after these with another kind of line."""
-    line = _LINES[index // 10 % len(_LINES)]
+    line = ("-", "--", ":", "-.")[index // 10 % 4]
     return {"color": f"C{index % 10}", "linewidth": 1.8, "linestyle": line}
 
 
@@ -190,10 +183,7 @@ def _panel(ax: Axes, arms: Sequence[Sequence[Run]], panel: Panel, *, over_tokens
 
 
 def _draw(ax: Axes, runs: Sequence[Run], curve: Curve, look: dict, *, over_tokens: bool) -> None:
-    """Draws a curve of an arm: the mean of its seeds, and of several their band.
-
-    The mean is thin and dashed where some seeds have ended or have no value.
-    """
+    """Draws the mean of an arm's seeds, thin and dashed where some lack a value, and their band."""
     found = [curve.points(run) for run in runs]
     x = sorted(set().union(*found))
     y_SX = np.array([[of.get(step) for step in x] for of in found], np.float64)

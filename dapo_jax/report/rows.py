@@ -5,6 +5,7 @@ changed, versions and devices of each start], "evaluations": {set: {score: {fini
 value}}}, "metrics": {key: [value a row, null where missing]}}. 100 steps take about 10 kB.
 """
 
+import collections
 import pathlib
 from collections.abc import Mapping
 
@@ -21,10 +22,7 @@ DIGITS = 6  # significant ones of a float
 
 
 def write_rows(path: pathlib.Path, runs: Mapping[str, Run]) -> None:
-    """Writes the runs, a line each, in order; equal runs give equal bytes.
-
-    A run without an arm gets its label for one. Paths of the machine are cut to their last part.
-    """
+    """Writes the runs, a line each, without the machine's paths; equal ones as equal bytes."""
     write_rollouts(path, (_line_of(run.arm or label, run) for label, run in runs.items()))
 
 
@@ -34,10 +32,9 @@ def read_rows_file(path: pathlib.Path) -> dict[str, Run]:
 
 
 def _line_of(arm: str, run: Run) -> dict:
-    evaluations: dict[str, dict] = {}
+    evaluations = collections.defaultdict(dict)
     for (name, score), values in run.evaluations.items():
-        rounded_values = {str(step): _rounded(value) for step, value in values.items()}
-        evaluations.setdefault(name, {})[score] = rounded_values
+        evaluations[name][score] = {str(step): _rounded(value) for step, value in values.items()}
     keys = dict.fromkeys(key for row in run.rows for key in row)
     kept = [key for key in keys if key in KEPT or not key.startswith(LEFT_OUT)]
     columns = {key: [_rounded(row.get(key)) for row in run.rows] for key in kept}

@@ -61,10 +61,7 @@ def load_run(workdir: str | pathlib.Path, *, arm: str = "") -> Run:
 
 
 def load_sweep(folder: pathlib.Path) -> dict[str, Run]:
-    """Reads the runs of a sweep's folder (dapo_jax.sweep): label -> run, arm by arm, seed by seed.
-
-    Leaves out runs without a finished step. Raises ValueError for a broken file.
-    """
+    """Reads the runs of a sweep's folder with a finished step: label -> run, arm by arm."""
     plan, runs = read_json(folder / "sweep.json"), {}
     for label, arm in ((sweep_label(a, seed), a) for a in plan["arms"] for seed in plan["seeds"]):
         path = folder / label / "metrics.jsonl"
@@ -81,9 +78,8 @@ def sweep_label(arm: str, seed: int | None) -> str:
 def _read_evaluations(folder: pathlib.Path) -> dict[tuple[str, str], dict[int, float]]:
     curves: dict[tuple[str, str], dict[int, float]] = {}
     for result in sorted(map(read_json, folder.glob("[0-9]*.json")), key=lambda it: it["step"]):
-        label = result.get("label")  # only results of `evaluate` have one
         for name, metrics in result["sets"].items():
-            name = f"{name} {label}" if label else name
+            name = f"{name} {result.get('label', '')}".strip()  # only those of `evaluate` have one
             for metric, value in metrics.items():
                 if metric.startswith(("mean@", "pass@", "maj@", TASK)) and value is not None:
                     curves.setdefault((name, metric), {})[result["step"]] = value
@@ -102,10 +98,7 @@ def flatten(tree: Mapping, prefix: str = "") -> dict[str, object]:
 
 
 def by_arm(runs: Mapping[str, Run]) -> dict[str, dict[int | None, Run]]:
-    """Groups runs by label: arm -> seed -> run, both in order of first appearance.
-
-    A run without an arm is an arm of its own, named by its label.
-    """
+    """Groups runs: arm (the label, where a run has none) -> seed -> run, as they first appear."""
     arms: dict[str, dict[int | None, Run]] = {}
     for label, run in runs.items():
         arms.setdefault(run.arm or label, {})[run.seed] = run
@@ -118,13 +111,13 @@ def complete(runs: Mapping[str, Run]) -> tuple[dict[str, Run], list[str]]:
         arm: max(run.config.get("num_steps", 0) for run in of_seed.values())
         for arm, of_seed in by_arm(runs).items()
     }
-    kept, short = {}, []
-    for label, run in runs.items():
-        if run.finished_steps >= (steps := wanted[run.arm or label]):
-            kept[label] = run
-        else:
-            short.append(f"{label} has {run.finished_steps} of {steps} steps")
-    return kept, short
+    missing = {
+        label: f"{label} has {run.finished_steps} of {steps} steps"
+        for label, run in runs.items()
+        if run.finished_steps < (steps := wanted[run.arm or label])
+    }
+    kept = {label: run for label, run in runs.items() if label not in missing}
+    return kept, list(missing.values())
 
 
 def column(rows: Sequence[Mapping], key: str) -> np.ndarray:
@@ -133,16 +126,13 @@ def column(rows: Sequence[Mapping], key: str) -> np.ndarray:
 
 
 def tokens_before(rows: Sequence[Mapping]) -> dict[int, float]:
-    """Finished steps -> tokens sampled for training before: 0 -> 0, then each row's total.
-
-    A fork's first row is not step 0; the tokens before it are its parent's.
-    """
-    known = [row for row in rows if row.get("sampled_tokens_total") is not None]
-    first, before = 0, 0.0
-    if known and known[0]["step"] > 0 and known[0].get("engine/drawn_tokens") is not None:
-        first = known[0]["step"]
-        before = float(known[0]["sampled_tokens_total"] - known[0]["engine/drawn_tokens"])
-    return {first: before, **{row["step"] + 1: float(row["sampled_tokens_total"]) for row in known}}
+    """Finished steps -> tokens sampled before, by the parent too where the run is a fork."""
+    total, drawn = "sampled_tokens_total", "engine/drawn_tokens"
+    known = [row for row in rows if row.get(total) is not None]
+    spent = {row["step"] + 1: float(row[total]) for row in known}
+    if known and known[0]["step"] > 0 and known[0].get(drawn) is not None:
+        return {known[0]["step"]: float(known[0][total] - known[0][drawn])} | spent
+    return {0: 0.0} | spent
 
 
 def summary_lines(run: Run) -> list[str]:
@@ -175,10 +165,8 @@ def changes(run: Run) -> dict[str, str]:
 def _change(metric: Metric, steps: Sequence[float], values: np.ndarray, edge: int) -> str:
     shown = values[:edge].mean(), values[-edge:].mean(), values.max()
     first, last, best = (metric.text(float(value)).strip() for value in shown)
-    text = f"{first:>8} -> {last:>8}"
-    if metric.higher_is_better:
-        text += f"   best {best} at step {steps[values.argmax()]:.0f}"
-    return text
+    at = f"   best {best} at step {steps[values.argmax()]:.0f}" if metric.higher_is_better else ""
+    return f"{first:>8} -> {last:>8}{at}"
 
 
 def totals(run: Run) -> dict[str, str]:

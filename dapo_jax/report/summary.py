@@ -7,10 +7,7 @@ from dapo_jax.report import plots, runs
 
 
 def conclude(workdir: pathlib.Path, *, was_finished: bool) -> bool:
-    """Draws a finished run's curves and prints its summary; returns whether it trained anything.
-
-    was_finished: whether an earlier command did the last step: what it drew is kept.
-    """
+    """Draws a finished run's curves, unless it was so before; returns whether it trained."""
     run, curves = runs.load_run(workdir), workdir / "curves.png"
     if not (was_finished and curves.is_file()):  # a kill after the last row leaves none
         plots.save(plots.curves({workdir.name: run}), curves)

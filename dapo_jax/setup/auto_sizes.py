@@ -22,7 +22,6 @@ from dapo_jax.setup import components
 from models import families
 from models.hf_config import load_config, read_config
 from models.kernels import kernels_for, platform_of
-from models.lora import init_adapters
 from models.transformer import abstract_params
 from sharding import rules
 
@@ -108,8 +107,8 @@ def _positions(config: ConfigDict) -> int:
     return components.positions_of(path, load_config(path)) or 2 * LONGEST_RESPONSE
 
 
-def fit_training(config: ConfigDict, *, devices=None, device_bytes: int | None = None) -> None:
-    """Fills in the sizes that a training config leaves open (0).
+def fit_training(config: ConfigDict, *_, devices=None, device_bytes: int | None = None) -> None:
+    """Fills in the sizes that a training config leaves open (0), whatever its tokenizer and data.
 
     A micro-batch has as many tokens as keep the devices busy, but no more than half of what an
     update is expected to have: the rest of the last one is padding. Its rows hold the longest
@@ -196,8 +195,7 @@ def _state_bytes(config: ConfigDict, sizes, weights: int, parameters: int) -> fl
     """Counts the bytes of the training state, and of what is kept beside it."""
     lora = components.lora_of(config)
     if lora:
-        factors = jax.eval_shape(lambda: init_adapters(sizes, lora, key=jax.random.key(0)))
-        parameters = count_parameters(factors)
+        parameters = count_parameters(components.abstract_adapters(sizes, lora))
     state = STATE_BYTES * parameters
     if lora or config.algo.kl_coef > 0:
         state += weights  # the start policy's

@@ -8,7 +8,7 @@ import jax
 from ml_collections import ConfigDict
 
 from configs.base import eval_settings, has_environments, key_of, leaves, mixture_settings
-from dapo_jax.cli.config_flags import numbered
+from dapo_jax.cli.config_flags import refuse
 from dapo_jax.process import failures
 from models.families import Family
 from models.lora import MATRICES
@@ -23,8 +23,7 @@ def _refusing(conditions: Callable) -> Callable:
 
     @functools.wraps(conditions)
     def check(*settings) -> None:
-        if refusals := [refusal for holds, refusal in conditions(*settings) if not holds]:
-            raise ValueError(numbered(refusals))
+        refuse([refusal for holds, refusal in conditions(*settings) if not holds])
 
     return check
 
@@ -39,8 +38,7 @@ def together(*looks: Callable) -> list:
             if not failures.is_refusal(error):
                 raise
             refusals.append(str(error))
-    if refusals:
-        raise ValueError(numbered(list(dict.fromkeys(refusals))))
+    refuse(list(dict.fromkeys(refusals)))
     return results
 
 
@@ -130,9 +128,9 @@ def _of_lora(learner: ConfigDict) -> Conditions:
 def check_model(
     config: ConfigDict, family: Family, sizes: ModelConfig, positions: int | None
 ) -> Conditions:
-    """Refuses a model directory that the family, preset or lengths do not fit (ValueError).
+    """Refuses a model directory that family, preset or lengths do not fit (ValueError).
 
-    sizes: the directory's. positions: how many it was made for, where it says.
+    positions: how many the directory names; None: none.
     """
     path, preset = config.model.path, config.model.preset
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
@@ -157,25 +155,22 @@ def check_model(
         )
 
 
-def check_vocabulary(tokenizer_ids: int, sizes: ModelConfig) -> None:
-    """Refuses a tokenizer with more ids than the model has embedding rows (ValueError)."""
-    if tokenizer_ids > sizes.vocab_size:
-        raise ValueError(
-            f"the tokenizer has {tokenizer_ids} ids, but the model only {sizes.vocab_size} "
-            "embedding rows; set tokenizer.path to the model's own tokenizer"
-        )
-
-
-def check_targets(config: ConfigDict, sizes: ModelConfig) -> None:
-    """Refuses LoRA of matrices that the model's layers lack, as those of experts (ValueError)."""
+@_refusing
+def check_parameters(config: ConfigDict, tokenizer_ids: int, sizes: ModelConfig) -> Conditions:
+    """Refuses more ids than a model has embedding rows, and LoRA of what it lacks (ValueError)."""
+    yield (
+        tokenizer_ids <= sizes.vocab_size,
+        f"the tokenizer has {tokenizer_ids} ids, but the model only {sizes.vocab_size} embedding "
+        "rows; set tokenizer.path to the model's own tokenizer",
+    )
     matrices = {p.name.partition("_")[0] for p in sizes.layer.parameters if "E" not in p.axes}
     able = [target for target in MATRICES if target in matrices]
-    if config.learner.lora_rank and (missing := set(config.learner.lora_targets) - set(able)):
-        raise ValueError(
-            f"learner.lora_targets has {', '.join(t for t in MATRICES if t in missing)}, which "
-            f"model_type {sizes.model_type!r} does not adapt: experts and routers are left alone; "
-            f"there are {', '.join(able)}"
-        )
+    missing = [it for it in MATRICES if it in config.learner.lora_targets and it not in able]
+    yield (
+        not (config.learner.lora_rank and missing),
+        f"learner.lora_targets has {', '.join(missing)}, which model_type {sizes.model_type!r} "
+        f"does not adapt: experts and routers are left alone; there are {', '.join(able)}",
+    )
 
 
 def check_divides(config: ConfigDict, mesh: jax.sharding.Mesh) -> None:
@@ -191,10 +186,7 @@ def check_divides(config: ConfigDict, mesh: jax.sharding.Mesh) -> None:
 
 
 def check_enough_prompts(config: ConfigDict, key: str, prompts: int, share: float) -> None:
-    """Refuses a training set with fewer prompts than one generation batch takes (ValueError).
-
-    key: the set's. share: the part of the prompts that are of this set.
-    """
+    """Refuses a training set of fewer prompts than its share of a generation batch (ValueError)."""
     size = "generation_prompts" if config.algo.dynamic_sampling else "num_prompts"
     taken = config.rollout[size]
     if prompts < int(share * taken):

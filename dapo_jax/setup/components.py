@@ -177,10 +177,7 @@ def positions_of(path: str, sizes: ModelConfig) -> int | None:
 
 
 def tokenizer(config: ConfigDict) -> Tokenizer:
-    """The tokenizer of tokenizer.path or model.path; fills in tokenizer.chat where it is open.
-
-    A tokenizer.date that is in no prompt is taken out.
-    """
+    """The tokenizer of tokenizer.path or model.path; takes its chat and date into the config."""
     path = hub.local(config.tokenizer.path or config.model.path)
     if not path:
         raise ValueError("model.path and tokenizer.path are empty: set one of them")
@@ -188,8 +185,13 @@ def tokenizer(config: ConfigDict) -> Tokenizer:
         name = "tokenizer.path" if config.tokenizer.path else "model.path"
         raise FileNotFoundError(f"{name} = {path!r}: there is no such directory")
     of = config.tokenizer
-    how = {"stop_tokens": of.stop_tokens or None, "chat": of.chat, "date": of.date}
-    loaded = load_tokenizer(path, **how, chat_args=of.chat_args.to_dict())
+    loaded = load_tokenizer(
+        path,
+        stop_tokens=of.stop_tokens or None,
+        chat=of.chat,
+        date=of.date,
+        chat_args=of.chat_args.to_dict(),
+    )
     of.chat, of.date = loaded.chat, loaded.date
     return loaded
 
@@ -224,11 +226,16 @@ def load_data(
     config: ConfigDict, tokenizer: Tokenizer, *, training: bool, evaluates: bool = True
 ) -> Data:
     """Loads and tokenizes the training sets if `training`, the evaluation sets if `evaluates`."""
-    how = {name: config.rollout[name] for name in ("max_prompt_tokens", "environment_seconds")}
+    r = config.rollout
 
     def load(key, settings):
-        settings = settings | {"path": hub.local(settings["path"])}
-        return load_dataset(key, settings, tokenizer, **how)
+        return load_dataset(
+            key,
+            settings | {"path": hub.local(settings["path"])},
+            tokenizer,
+            max_prompt_tokens=r.max_prompt_tokens,
+            environment_seconds=r.environment_seconds,
+        )
 
     settings = eval_settings(config) if evaluates else {}
     eval_sets = {name: load(f"eval.sets.{name}", of_set) for name, of_set in settings.items()}
@@ -272,17 +279,14 @@ def step_plan(config: ConfigDict, data: Data) -> StepPlan:
 
 
 def sampling(config: ConfigDict, tokenizer: Tokenizer, **changes) -> Sampling:
-    """Makes the sampling settings of training, with changes of temperature, top-p and top-k.
-
-    A temperature of 0 is greedy decoding: the likeliest token each time.
-    """
+    """Makes training's sampling settings, with changes; a temperature of 0 decodes greedily."""
     r = config.rollout
-    how = {"temperature": r.temperature, "top_p": r.top_p, "top_k": r.top_k} | changes
-    if how["temperature"] == 0:
-        how = {"temperature": 1.0, "top_p": 1.0, "top_k": 1}
+    chosen = {"temperature": r.temperature, "top_p": r.top_p, "top_k": r.top_k} | changes
+    if chosen["temperature"] == 0:
+        chosen = {"temperature": 1.0, "top_p": 1.0, "top_k": 1}
     return Sampling(
         max_response_tokens=r.max_response_tokens,
-        **how,
+        **chosen,
         stop_ids=tuple(tokenizer.stop_ids),
         pad_id=tokenizer.pad_id,
         vocab_size=tokenizer.vocab_size,
@@ -308,43 +312,50 @@ def programs(config: ConfigDict, vocab_size: int, *, devices=None) -> Programs:
     None: all of this program's.
     """
     sizes = model_sizes(config)
-    checks.check_vocabulary(vocab_size, sizes)
-    checks.check_targets(config, sizes)
+    checks.check_parameters(config, vocab_size, sizes)
     mesh = mesh_of(config, devices)
     kernels = kernels_for(config.model.kernels, platform_of(mesh))
-    how = learning(config, vocab_size, kernels, routes=sizes.routes)
+    constants = learning(config, vocab_size, kernels, routes=sizes.routes)
     graph, params = abstract_params(sizes)
     shardings = rules.param_shardings(mesh, param_axes(params), params, rules.LEARNER)
     weights = jax.eval_shape(lambda p: learner.cast(p, config.model.compute_dtype), params)
-    state, state_shardings = _abstract_state(sizes, how, mesh, params, shardings)
+    trained, trained_shardings = params, shardings
+    if constants.lora:
+        trained = abstract_adapters(sizes, constants.lora)
+        axes = param_axes(trained)
+        trained_shardings = rules.param_shardings(mesh, axes, trained, rules.LEARNER)
+    state = jax.eval_shape(functools.partial(learner.init_state, learning=constants), trained)
+    everywhere = rules.replicated(mesh)
+    state_shardings = learner.shardings_like_params(state, trained_shardings, everywhere)
 
     def sampler_weights(params, start_weights):
-        return unstack(learner.sampled_weights(params, start_weights, how))
+        return unstack(learner.sampled_weights(params, start_weights, constants))
 
     of_engine = jax.eval_shape(sampler_weights, state.params, weights)
     engine_shardings = rules.param_shardings(mesh, param_axes(of_engine), of_engine, rules.SAMPLER)
     engine_params = rules.abstract(of_engine, engine_shardings)
     cache_bytes = config.rollout.cache_mib * 2**20
-    cache = cache_plan(config, sizes, mesh, how.kernels, cache_bytes=cache_bytes)
+    cache = cache_plan(config, sizes, mesh, kernels, cache_bytes=cache_bytes)
     # A forward pass rounds alone as inside an update only where both round as they are written.
-    options = OPTIONS.get(platform_of(mesh), {})
-    as_written = options | ({"xla_allow_excess_precision": False} if takes_old_logp(how) else {})
-    needs_start_weights = how.lora is not None or how.kl_coef > 0
+    as_written = options = OPTIONS.get(platform_of(mesh), {})
+    if takes_old_logp(constants):
+        as_written = options | {"xla_allow_excess_precision": False}
+    needs_start_weights = constants.lora is not None or constants.kl_coef > 0
     return Programs(
         config=config,
         sizes=sizes,
         mesh=mesh,
-        engine=Engine(sizes, mesh, cache, params=engine_params, kernels=how.kernels),
-        learning=how,
+        engine=Engine(sizes, mesh, cache, params=engine_params, kernels=kernels),
+        learning=constants,
         reshard=jax.jit(sampler_weights, out_shardings=engine_shardings, compiler_options=options),
         update=jax.jit(
-            functools.partial(learner.update, graph=graph, mesh=mesh, learning=how),
-            out_shardings=(state_shardings, rules.replicated(mesh)),
+            functools.partial(learner.update, graph=graph, mesh=mesh, learning=constants),
+            out_shardings=(state_shardings, everywhere),
             donate_argnums=0,
-            compiler_options=as_written | dict(how.kernels.update_options),
+            compiler_options=as_written | dict(kernels.update_options),
         ),
         old_logprobs=jax.jit(
-            functools.partial(learner.old_logprobs, graph=graph, mesh=mesh, learning=how),
+            functools.partial(learner.old_logprobs, graph=graph, mesh=mesh, learning=constants),
             out_shardings=rules.micro_batches(mesh),
             compiler_options=as_written,
         ),
@@ -368,6 +379,11 @@ def lora_of(config: ConfigDict) -> Lora | None:
     return Lora(rank=c.lora_rank, alpha=c.lora_alpha, targets=tuple(c.lora_targets))
 
 
+def abstract_adapters(sizes: ModelConfig, lora: Lora) -> dict:
+    """Returns the shapes of LoRA's factors."""
+    return jax.eval_shape(lambda: init_adapters(sizes, lora, key=jax.random.key(0)))
+
+
 def learning(
     config: ConfigDict, vocab_size: int, kernels: Kernels, *, routes: tuple[int, ...] = ()
 ) -> learner.Learning:
@@ -386,15 +402,6 @@ def learning(
         routes=routes,
         kernels=kernels,
     )
-
-
-def _abstract_state(sizes, how: learner.Learning, mesh, params, shardings):
-    """(shapes, shardings) of the training state: of all weights, or of LoRA's factors."""
-    if how.lora:
-        params = jax.eval_shape(lambda: init_adapters(sizes, how.lora, key=jax.random.key(0)))
-        shardings = rules.param_shardings(mesh, param_axes(params), params, rules.LEARNER)
-    state = jax.eval_shape(functools.partial(learner.init_state, learning=how), params)
-    return state, learner.shardings_like_params(state, shardings, rules.replicated(mesh))
 
 
 def cache_plan(

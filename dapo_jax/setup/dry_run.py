@@ -26,10 +26,7 @@ SHOWN_CHARS = 1_000  # of a prompt
 
 
 def dry_run(config: ConfigDict, workdir: pathlib.Path, parent: Parent | None) -> None:
-    """Refuses what a start in `workdir` would refuse before its weights, and reports the rest.
-
-    parent: that of --start. Raises ValueError or OSError, as the start does.
-    """
+    """Refuses what a start in `workdir` would refuse before its weights, and reports the rest."""
     say = print if hosts.is_main_host() else lambda line: None
     start.accept(config, training=True)
     parent = hosts.on_main(lambda: fingerprint.parent_of(workdir, parent))
@@ -37,7 +34,8 @@ def dry_run(config: ConfigDict, workdir: pathlib.Path, parent: Parent | None) ->
     if hosts.on_main(directory.is_dir):
         there = Checkpoints(directory, keep=None)
         step = hosts.on_main(there.latest_step)
-    if own := step is not None:
+    if step is not None:
+        fingerprint.require_steps_left(config, step, there.directory)
         require = functools.partial(fingerprint.require_same, report=say)
     elif parent:
         there, step = start.parents_checkpoints(config, parent), parent.step
@@ -47,8 +45,6 @@ def dry_run(config: ConfigDict, workdir: pathlib.Path, parent: Parent | None) ->
         hf.check_files(hub.local(config.model.path), run.programs.sizes, needed=True)
     say("\n".join([*run.lines(), *example_lines(run.data, run.tokenizer)]))
     ours = fingerprint.of_run(config, run.data, parent)
-    if own:
-        fingerprint.require_steps_left(config, step, there.directory)
     try:
         if step is not None and (theirs := hosts.on_main(lambda: there.fingerprint_of(step))):
             require(theirs, ours=ours, where=f"checkpoint {step} in {there.directory}")

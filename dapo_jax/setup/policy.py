@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 from ml_collections import ConfigDict
 
+from configs.compare import complete, current
 from dapo_jax.checkpoints import fingerprint
 from dapo_jax.checkpoints.store import Checkpoints
-from dapo_jax.cli.config_flags import complete, current
 from dapo_jax.logs.files import read_json
 from dapo_jax.process import compile_cache, hosts
 from dapo_jax.setup import auto_sizes, components, start
@@ -82,7 +82,7 @@ def restored(
 def load_policy(
     config: ConfigDict,
     workdir: pathlib.Path | None,
-    fit: Callable | None = None,
+    fit: Callable = auto_sizes.fit_training,
     *,
     evaluates: bool = False,
     step: int | None = None,
@@ -90,28 +90,26 @@ def load_policy(
 ) -> tuple[start.Planned, int, dict, dict | None]:
     """Loads the policy of a run's checkpoint: (plan, finished steps, what is trained, start's).
 
-    workdir: the run's; None: there is only the config's model. fit: as of `plan`; None: as training
-    does. evaluates: whether the evaluation sets are read. step: of the checkpoint; None: the
-    newest. may_differ: keys of the policy that may differ from the run's.
+    workdir: the run's; None: there is only the config's model. fit: as of `plan`. evaluates:
+    whether the evaluation sets are read. step: of the checkpoint; None: the newest. may_differ:
+    keys of the policy that may differ from the run's.
     """
     start.accept(config, *(("data.",) if evaluates else ("data.", "eval.")), training=False)
     compile_cache.enable(several=hosts.count() > 1)
-    which = {"training": False, "evaluates": evaluates}
-    read = functools.partial(start.read_data, begun=workdir, **which)
-    fit = fit or (lambda it, *_: auto_sizes.fit_training(it))
+    read = functools.partial(start.read_data, begun=workdir, training=False, evaluates=evaluates)
     planned = start.plan(config, read, fit, training=False)
-    config = planned.config
+    config, programs = planned.config, planned.programs
     if workdir is None:
-        found = 0, planned.programs.load_weights(dtype=config.model.compute_dtype), None
+        found = 0, programs.load_weights(dtype=config.model.compute_dtype), None
     else:
         directory = start.directory_of(config, workdir)
         with contextlib.closing(Checkpoints(directory, keep=None)) as saved:
-            found = restored(planned.programs, saved, step, may_differ=may_differ)
+            found = restored(programs, saved, step, may_differ=may_differ)
     start.require_finite_start(config, *found)
     return planned, *found
 
 
-def open_policy(*arguments, **how) -> Policy:
+def open_policy(*arguments, **keywords) -> Policy:
     """Loads a policy, as `load_policy` does, and gives the sampler its weights."""
-    planned, step, *trained = load_policy(*arguments, **how)
+    planned, step, *trained = load_policy(*arguments, **keywords)
     return Policy(**vars(planned), step=step, weights=planned.programs.reshard(*trained))

@@ -3,18 +3,16 @@
     refuse settings -> fetch names on the hub -> lock the folder -> read tokenizer and data
     -> fill in open sizes -> plan mesh and programs -> restore weights -> record and compile
 
-A config is a wish until `plan` resolves it into a new one, without open keys, that nothing changes.
-`plan` locks, writes, loads to devices and compiles nothing (preflight; `plan_training`: a dry run).
-`open_run` has all that a training step needs, setup/policy.py the weights of a policy. They raise
-ValueError and OSError, with the setting to change, on all processes alike.
+A config is a wish until `plan` resolves it into a new one, without open keys. `plan` locks, writes,
+loads to devices and compiles nothing (preflight; `plan_training`: a dry run). `open_run` has all
+that a training step needs, setup/policy.py the weights of a policy. They raise ValueError and
+OSError, with the setting to change, on all processes alike.
 
-A fork continues its parent's policy, optimizer moments, place in the prompt stream and randomness,
-under another config: forks of one checkpoint share prompts and sampling noise until their weights
-differ. The parent is read and never written to.
+A fork goes on with its parent's state, place in the prompt stream and randomness, under another
+config. The parent is read and never written to.
 """
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import pathlib
@@ -27,13 +25,13 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from configs.base import leaves
+from configs.compare import as_json, config_differences
 from dapo_jax import hub, losses
 from dapo_jax.checkpoints import fingerprint
 from dapo_jax.checkpoints.fingerprint import Parent
 from dapo_jax.checkpoints.progress import Progress
 from dapo_jax.checkpoints.snapshots import Snapshots
 from dapo_jax.checkpoints.store import Checkpoints
-from dapo_jax.cli.config_flags import as_json
 from dapo_jax.learner import TrainState
 from dapo_jax.logs import writers
 from dapo_jax.logs.alarms import Alarms, require_finite
@@ -46,25 +44,6 @@ from dapo_jax.sampler.session import Stream
 from dapo_jax.setup import auto_sizes, checks, components
 from dapo_jax.tasks.datasets import Dataset
 from dapo_jax.tasks.tokenizer import Tokenizer
-
-
-class Resolved(ConfigDict):
-    """A copy of a config whose keys nothing sets; AttributeError says so.
-
-    A FrozenConfigDict would refuse arguments of a task with dicts in a list, and change lists.
-    """
-
-    def __init__(self, config: ConfigDict):
-        super().__init__(type_safe=False)
-        for name, value in config.items():
-            is_section = isinstance(value, ConfigDict)
-            super().__setitem__(name, Resolved(value) if is_section else copy.deepcopy(value))
-
-    def __setitem__(self, name: str, value):
-        raise AttributeError(f"a resolved config is not changed: {name} = {value!r:.80}")
-
-    def __delitem__(self, name: str):
-        raise AttributeError(f"a resolved config is not changed: {name}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +116,7 @@ def accept(config: ConfigDict, *unread: str, training: bool) -> None:
     unread: how keys begin whose paths the command does not read.
     """
     check(config, training=training)
-    fingerprint.require_alike(hosts.gather(as_json(config)), fingerprint.config_differences)
+    fingerprint.require_alike(hosts.gather(as_json(config)), config_differences)
     hub.fetch(hub.paths(config, *unread))
 
 
@@ -153,7 +132,14 @@ def check(config: ConfigDict, *, training: bool = True) -> None:
     checks.together(*looks)
 
 
-def plan(wish: ConfigDict, read: Callable, fit: Callable, *, training: bool, devices=None):
+def plan(
+    wish: ConfigDict,
+    read: Callable,
+    fit: Callable = auto_sizes.fit_training,
+    *,
+    training: bool,
+    devices=None,
+) -> Planned:
     """Reads tokenizer and data, resolves what a config leaves open, and makes its programs.
 
     read(config) -> (tokenizer, data). fit(config, tokenizer, data): fills in the sizes that are
@@ -161,16 +147,15 @@ def plan(wish: ConfigDict, read: Callable, fit: Callable, *, training: bool, dev
     """
     config, given = wish.copy_and_resolve_references(), dict(leaves(wish))
     auto_sizes.fit_model(config, training=training)
-    looks = (functools.partial(components.model_sizes, config), functools.partial(read, config))
-    _, (tokenizer, data) = checks.together(*looks)
+    _, (tokenizer, data) = checks.together(
+        lambda: components.model_sizes(config), lambda: read(config)
+    )
     if training:
         auto_sizes.fit_data(config, data, given=given)
     fit(config, tokenizer, data)
     checks.check(config)
-    config = Resolved(config)
-    chosen = [f"{key} = {value!r}" for key, value in leaves(config) if value != given[key]]
-    if chosen:
-        chosen = [f"chosen by the model, the data and the devices: {', '.join(chosen)}"]
+    new = ", ".join(f"{key} = {value!r}" for key, value in leaves(config) if value != given[key])
+    chosen = [f"chosen by the model, the data and the devices: {new}"] if new else []
     programs = components.programs(config, tokenizer.vocab_size, devices=devices)
     if training:
         checks.check_divides(config, programs.mesh)
@@ -181,7 +166,7 @@ def plan_training(config: ConfigDict, workdir: pathlib.Path, parent: Parent | No
     """Plans the run in `workdir`; refuses that of another config."""
     begun = parent.workdir if parent else workdir
     read = functools.partial(read_data, begun=begun, training=True)
-    planned = plan(config, read, lambda it, *_: auto_sizes.fit_training(it), training=True)
+    planned = plan(config, read, training=True)
     hosts.on_main(lambda: fingerprint.require_same_config(planned.config, workdir))
     return planned
 
@@ -279,10 +264,7 @@ def directory_of(config: ConfigDict, workdir: pathlib.Path) -> epath.Path:
 
 
 def _restored(planned: Planned, own: Checkpoints, workdir: pathlib.Path, parent: Parent | None):
-    """Reads what the run goes on with: (finished steps, state, progress, the parent that it has).
-
-    Gives `own`, its checkpoints, its fingerprint.
-    """
+    """Reads (finished steps, state, progress, parent); gives `own` the run's fingerprint."""
     config, programs = planned.config, planned.programs
     ours = own.fingerprint = fingerprint.of_run(config, planned.data, parent)
     if restored := own.restore_latest(programs.state, report=logging.warning):

@@ -28,10 +28,7 @@ from dapo_jax.sweep.runner import LOG, TRAIN, Runner
 
 
 def sweep(plan: Plan, folder: pathlib.Path, *, jobs: int, program: Sequence[str] = TRAIN) -> None:
-    """Runs the plan's points in the folder; SystemExit with 75 when stopped, 1 for failures.
-
-    program: a command, which gets each point's arguments.
-    """
+    """Runs the plan's points by `program`; SystemExit with 75 when stopped, 1 for failures."""
     with locked(folder):
         plans.record(plan, folder)
         points = plan.points(folder, single_device=jobs > 1)

@@ -6,7 +6,6 @@ differ in their seed alone. A point is one run: an arm and a seed.
 
 import dataclasses
 import itertools
-import json
 import pathlib
 import re
 import shlex
@@ -15,22 +14,19 @@ from collections.abc import Sequence
 from ml_collections import ConfigDict
 
 from configs.base import MAY_CHANGE
-from dapo_jax.cli.config_flags import KEY_FLAG, config_differences, read_config
+from configs.compare import as_json, config_differences
+from dapo_jax.cli.config_flags import KEY_FLAG, read_config
 from dapo_jax.logs.files import read_json, write_json
 from dapo_jax.report.runs import sweep_label
 from dapo_jax.setup import checks
 
 PRESET = "preset"
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,99}")  # of an arm, which names a folder
-Settings = dict[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """One run of a sweep.
-
-    flags: everything after `python -m dapo_jax.train` but --workdir. num_steps: the config's.
-    """
+    """One run of a sweep, of so many steps; flags: of its command, but for --workdir."""
 
     arm: str
     seed: int
@@ -60,7 +56,7 @@ class Plan:
     config: str
     flags: tuple[str, ...]
     start: str
-    arms: dict[str, Settings]
+    arms: dict[str, dict[str, str]]
     seeds: tuple[int, ...]
     configs: dict[str, ConfigDict] = dataclasses.field(default_factory=dict)
 
@@ -120,14 +116,11 @@ def make(
     return plan
 
 
-def _arms(config: str, grid: Sequence[str], named: Sequence[str]) -> dict[str, Settings]:
-    """Combines every named arm with every point of the grid; without either, the config alone.
-
-    A point's name has the last part of each key, and a preset's name alone.
-    """
+def _arms(config: str, grid: Sequence[str], named: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Combines every named arm with every point of the grid, or names the config alone."""
     file, _, preset = config.partition(":")
     axes = [(key, values.split(",")) for key, _, values in (text.partition("=") for text in grid)]
-    arms: dict[str, Settings] = {}
+    arms: dict[str, dict[str, str]] = {}
     for name, settings in [_named_arm(text) for text in named] or [("", {})]:
         for values in itertools.product(*(values for _, values in axes)):
             chosen, parts = dict(settings), [name] * bool(name)
@@ -147,7 +140,7 @@ def _arms(config: str, grid: Sequence[str], named: Sequence[str]) -> dict[str, S
     return arms
 
 
-def _named_arm(text: str) -> tuple[str, Settings]:
+def _named_arm(text: str) -> tuple[str, dict[str, str]]:
     name, _, rest = text.partition(":")
     words = [word.partition("=") for word in shlex.split(rest)]
     if ":" not in text or not all(equals for _, equals, _ in words):
@@ -163,7 +156,7 @@ def record(plan: Plan, folder: pathlib.Path) -> None:
     """
     path = folder / "sweep.json"
     shared = read_config([f"--config={plan.config}", *plan.flags])  # without any arm's settings
-    new = {"start": plan.start, "recipe": json.loads(shared.to_json_best_effort())}
+    new = {"start": plan.start, "recipe": as_json(shared)}
     old = read_json(path) if path.is_file() else new | {"arms": {}, "seeds": []}
     may_change = tuple(key for key in MAY_CHANGE if not key.startswith("eval."))
     found = config_differences(old["recipe"], new["recipe"], but=may_change)

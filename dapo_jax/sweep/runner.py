@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dapo_jax.logs.display import PROGRESS_COLUMNS, format_duration
+from dapo_jax.logs.display import format_duration
 from dapo_jax.logs.files import read_rows
 from dapo_jax.printable import printable
 from dapo_jax.process import hosts
@@ -23,7 +23,6 @@ from dapo_jax.sweep.plan import Point
 
 TRAIN = (sys.executable, "-m", "dapo_jax.train")
 LOG = "output.txt"  # log.txt is the run's own
-LIVE_SECONDS = 2.0  # from one line of progress to the next
 TRIES = 3  # of a run that does not come to its end
 GPU_MEMORY = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 SHOWN_LINES, SHOWN_CHARACTERS = 5, 300  # of a failed run's output
@@ -34,8 +33,8 @@ class Runner:
 
     Each run has its share of the cores and of a GPU's memory. Points that are done are left alone.
     Prints a line an attempt, followed by the end of a failed one's output. done: the number of
-    points that are. failed: those that did not come to their end. program: a command, which gets a
-    point's arguments.
+    points that are. failed: those that did not come to their end. stopped: whether `stop` was
+    called. program: a command, which gets a point's arguments.
     """
 
     def __init__(self, points: Sequence[Point], *, jobs: int, program: Sequence[str] = TRAIN):
@@ -44,19 +43,15 @@ class Runner:
         self.done = len(points) - len(self._waiting)
         self.failed: list[Point] = []
         self._tries: collections.Counter[Point] = collections.Counter()
+        self.stopped = False
         self._running: dict[Point, subprocess.Popen] = {}
-        self._stopping, self._lock = threading.Event(), threading.Lock()
-
-    @property
-    def stopped(self) -> bool:
-        """True after `stop`."""
-        return self._stopping.is_set()
+        self._lock = threading.Lock()
 
     def stop(self, _signal: str = "") -> None:
         """Sends SIGTERM to all running points, which save; `run` returns when they have ended."""
         with self._lock:
             if not self.stopped:  # once: at its end a process no longer catches a signal
-                self._stopping.set()
+                self.stopped = True
                 for process in self._running.values():
                     process.terminate()
 
@@ -64,26 +59,8 @@ class Runner:
         """Runs all points that are not done, until none is left or `stop` is called."""
         affinity = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))
         cores = [share(sorted(affinity(0)), slot, self._jobs) for slot in range(self._jobs)]
-        ended = threading.Event()
-        with concurrent.futures.ThreadPoolExecutor(self._jobs + 1) as pool:
-            pool.submit(self._show, ended)
-            try:
-                list(pool.map(self._work, cores))
-            finally:
-                ended.set()
-
-    def _show(self, ended: threading.Event) -> None:
-        """Shows in a terminal how far the running points are, on a line that is written over."""
-        while sys.stdout.isatty() and not ended.wait(LIVE_SECONDS):
-            with self._lock:
-                steps = [f"{it.label} {finished_steps(it)}/{it.num_steps}" for it in self._running]
-                text = f"[{self.done}/{self._points}] {', '.join(steps)}"[:PROGRESS_COLUMNS]
-                print(f"\r{text:{PROGRESS_COLUMNS}}", end="\r", flush=True)
-
-    def _say(self, text: str) -> None:
-        """Prints lines over the line of progress; at once, also where the output is a file."""
-        over = f"\r{'':{PROGRESS_COLUMNS}}\r" if sys.stdout.isatty() else ""
-        print(over + text, flush=True)
+        with concurrent.futures.ThreadPoolExecutor(self._jobs) as pool:
+            list(pool.map(self._work, cores))
 
     def _work(self, cores: Sequence[int]) -> None:
         """Runs one waiting point after the other on these cores."""
@@ -119,7 +96,7 @@ class Runner:
             self._running[point] = process
             if self.stopped:
                 process.terminate()
-            self._say(f"{point.label} begins: {log}")
+            print(f"{point.label} begins: {log}", flush=True)
         status = process.wait()
         done = status == 0 and is_done(point)
         with self._lock:
@@ -132,7 +109,7 @@ class Runner:
             if not done and status != hosts.RETRYABLE:
                 for line in log.read_text(errors="replace").splitlines()[-SHOWN_LINES:]:
                     text += f"\n  {printable(line[:SHOWN_CHARACTERS])}"
-            self._say(text)
+            print(text, flush=True)
         return done
 
 

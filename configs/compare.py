@@ -1,0 +1,127 @@
+"""Is it the same config? One that was written down, on the keys of today, and beside another.
+
+A key that is gone is refused with the nearest name, or the one that it has now.
+"""
+
+import difflib
+import json
+import pathlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from ml_collections import ConfigDict
+
+from configs import base
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+SET_KEY = re.compile(r"((?:eval\.sets|data\.mixture)\.[^.]+)\.")
+# A name on the hub, of which the revision does not count: a fingerprint has its files' digests.
+HUB_NAME = re.compile(
+    r"(?:hf://)?((?:datasets/)?[\w.-]+/[\w.-]+)(?:@(?:refs/\w+/)?[^/]+)?(/.+)?", re.ASCII
+)
+
+
+def found(path: str) -> str:
+    """Returns the path as it is, or that below the project where only there is something.
+
+    A part behind a colon (a config's preset) counts as no part of the path.
+    """
+    name, colon, rest = path.partition(":")
+    if not name or rest.startswith("//") or pathlib.Path(name).exists():
+        return path
+    return f"{ROOT / name}{colon}{rest}" if (ROOT / name).exists() else path
+
+
+def complete(config: ConfigDict) -> None:
+    """Completes, in an unlocked config, every path that exists beside the code alone."""
+    for name, value in config.items():
+        if isinstance(value, ConfigDict):
+            complete(value)
+        elif name == "path" and isinstance(value, str):
+            config[name] = found(value)
+
+
+def on_defaults(given: ConfigDict) -> tuple[ConfigDict, list[str]]:
+    """Sets the values of a config on the defaults: (config, refusals of keys and of types).
+
+    A data set may leave keys out.
+    """
+    config, wrong = base.get_config(), []
+    for of_set in filter(None, map(SET_KEY.match, keys(given))):
+        config.update_from_flattened_dict({of_set[1]: base.dataset()})
+    known = list(keys(config))
+    for name, value in base.leaves(given):
+        key = base.key_of(name)
+        try:
+            if name not in known:
+                wrong.append(f"the config has no key {name!r}{hint(name, known)}")
+            elif key is None:
+                wrong.append(f"{name} = {value!r}, but is a section with keys of its own")
+            else:
+                config.update_from_flattened_dict({name: key.cast(value)})
+        except TypeError as error:
+            wrong.append(f"{name} = {error}")
+    return config, wrong
+
+
+def current(config: Mapping) -> ConfigDict:
+    """Returns a run's config as it is now: without keys that are gone, newer ones by default."""
+    return on_defaults(ConfigDict(config, type_safe=False))[0]
+
+
+def as_json(config: ConfigDict) -> dict:
+    """Returns a config as JSON has it."""
+    return json.loads(config.to_json_best_effort())
+
+
+def fill_open(config: ConfigDict, chosen: Mapping) -> None:
+    """Takes what a config leaves open from the one that a run has in its config.json."""
+    for name, value in base.leaves(config):
+        if (key := base.KEYS.get(name)) and key.open is not None and value == key.open:
+            section, _, last = name.partition(".")
+            config[section][last] = chosen[section].get(last, value)
+
+
+def config_differences(
+    old: Mapping, new: Mapping, *, among=("",), but=(), before: str = "was {}"
+) -> list[str]:
+    """Lists, key by key, where two configs differ; a path may be written in another way.
+
+    among, but: the beginnings of the keys that count, and of those that do not. before: the words
+    for an old value.
+    """
+    old, new = (dict(base.leaves(current(it))) for it in (old, new))
+    pairs = [(name, old.get(name), new.get(name)) for name in sorted(old.keys() | new.keys())]
+    return [
+        f"{name} is {b!r}, but {before.format(repr(a))}"
+        for name, a, b in pairs
+        if a != b and name.startswith(among) and not name.startswith(but)
+        if not _same_place(name, a, b)
+    ]
+
+
+def _same_place(key: str, one, other) -> bool:
+    """True if two values of a path mean one folder, or one repository on the hub."""
+
+    def places(path: str) -> set:
+        name = HUB_NAME.fullmatch(path)
+        folder = path if "://" in path else pathlib.Path(found(path)).resolve()
+        return {name.groups() if name else path, folder}
+
+    return bool(key.endswith(".path") and one and other and places(one) & places(other))
+
+
+def keys(config: ConfigDict, prefix: str = "") -> Iterator[str]:
+    """Yields the dotted name of every key of a config, sections included."""
+    for name in config:
+        yield prefix + name
+        if isinstance(config[name], ConfigDict):
+            yield from keys(config[name], f"{prefix}{name}.")
+
+
+def hint(name: str, known: Sequence[str], prefix: str = "") -> str:
+    """Returns the question for the key that a wrong one is likely to mean; "" if none is near."""
+    if new := base.RENAMED.get(name):
+        return f" (its name is {prefix}{new} now)"
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    return f" (Did you mean {prefix}{near[0]}?)" if near else ""
