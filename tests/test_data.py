@@ -11,7 +11,7 @@ from byte_tokenizers import bpe, load
 from processes import ran
 
 from configs import base
-from dapo_jax.tasks.datasets import PromptStream, load_dataset, tokenize
+from dapo_jax.tasks.datasets import load_dataset, prompt_stream, tokenize
 from dapo_jax.tasks.math_problems import MathProblems
 from dapo_jax.tasks.readers import PROMPT_TEMPLATE, DataError, read_rows
 from dapo_jax.types import Example
@@ -405,12 +405,12 @@ def test_a_prompt_of_no_tokens_is_refused_where_the_data_is_loaded():
 
 def test_stream_epochs_are_permutations_by_seed_and_cursor_in_any_process():
     code = (
-        "from dapo_jax.tasks.datasets import PromptStream\n"
-        "stream = PromptStream([f'item{i}' for i in range(50)], seed=7)\n"
+        "from dapo_jax.tasks.datasets import prompt_stream\n"
+        "stream = prompt_stream([f'item{i}' for i in range(50)], seed=7)\n"
         "print(*(stream[i] for i in (10**12, *range(200))))\n"
     )
     items = [f"item{i}" for i in range(50)]
-    stream, other = (PromptStream(items, seed=seed) for seed in (7, 8))
+    stream, other = (prompt_stream(items, seed=seed) for seed in (7, 8))
     taken = [stream[i] for i in range(200)]
     assert ran("-c", code).stdout.split() == [stream[10**12], *taken]
     epochs = [tuple(taken[first : first + 50]) for first in range(0, 200, 50)]

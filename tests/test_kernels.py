@@ -287,7 +287,7 @@ def near_pages(q_BNH, recent, recent_tokens_B, *given, window):
     response_BX = jnp.take_along_axis(page_BX, place_BX, axis=1)
     table = xla.PageTable(page_BX, response_BX, prompt_tokens_B, tokens_B, None)
     pools = ([jnp.nan_to_num(a, nan=9.0) for a in pool] for pool in (prompt_pool, pool))
-    return xla.NearPages(*pools, table, window=window).attend(q_BNH, recent, recent_tokens_B)
+    return xla.near_attention(*pools, table, window=window)(q_BNH, recent, recent_tokens_B)
 
 
 TINY = {"head_dim": 16, "page_tokens": 16}

@@ -8,7 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax.logprobs import CHUNK_TOKENS, chosen_logprobs, head_loss, head_loss_of_rows
+from dapo_jax.logprobs import (
+    CHUNK_TOKENS,
+    Softmax,
+    chosen_logprobs,
+    head_loss,
+    head_loss_of_rows,
+)
 from sharding.mesh import make_mesh
 from tests.quick import jit
 
@@ -55,15 +61,16 @@ def chunked(mesh, head_loss=head_loss):
     """
     slices, data, model = mesh
     devices = jax.devices()[: slices * data * model]
-    how = SETTINGS | {"mesh": make_mesh(slices=slices, data=data, model=model, devices=devices)}
+    mesh = make_mesh(slices=slices, data=data, model=model, devices=devices)
+    softmax = Softmax(**SETTINGS, mesh=mesh)
 
     def loss(x_BTD, head_DV, target_BT, weight_BT):
         tokens = {"weight": weight_BT}
-        loss, *chosen = head_loss(x_BTD, head_DV, target_BT, tokens, token_loss, **how)
+        loss, *chosen = head_loss(x_BTD, head_DV, target_BT, tokens, token_loss, softmax)
         chosen[-1] = chosen[-1]["half"]
         return -3 * loss + jnp.sum(jnp.stack(chosen)), (loss, *chosen)
 
-    alone = jit(functools.partial(chosen_logprobs, **how))
+    alone = jit(functools.partial(chosen_logprobs, softmax=softmax))
     return alone, jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
 
 
@@ -96,14 +103,14 @@ def test_values_loss_and_gradients_equal_those_of_the_whole_softmax(mesh, T, hea
 def test_an_entropy_bonus_has_the_gradient_of_the_whole_softmaxs_entropy(head_loss):
     """Its weight is of each token; rows and vocabulary lie over several devices."""
     *given, target_BT, weight_BT = inputs(2 * CHUNK + 3)
-    how = SETTINGS | {"mesh": make_mesh(data=2, model=2, devices=jax.devices()[:4])}
+    softmax = Softmax(**SETTINGS, mesh=make_mesh(data=2, model=2, devices=jax.devices()[:4]))
 
     def bonus(tokens):
         return -0.3 * tokens["weight"] ** 2
 
     def chunked_loss(*given):
-        given = *given, target_BT, {"weight": weight_BT}, token_loss
-        return head_loss(*given, entropy_weight=bonus, **how)[0]
+        given = *given, target_BT, {"weight": weight_BT}, token_loss, softmax
+        return head_loss(*given, entropy_weight=bonus)[0]
 
     def whole_loss(*given):
         _, (loss, _, entropy_BT, _) = whole(*given, target_BT, weight_BT)

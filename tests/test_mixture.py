@@ -7,7 +7,7 @@ import numpy as np
 
 from dapo_jax.cli.config_flags import read_config
 from dapo_jax.setup import checks, components
-from dapo_jax.tasks.datasets import PromptStream
+from dapo_jax.tasks.datasets import prompt_stream
 from dapo_jax.types import Group, Response
 
 SHARES = {"a": 30, "b": 20, "c": 10}  # of 60 prompts
@@ -15,7 +15,7 @@ A, B, C = ([f"{name}{i}" for i in range(n)] for name, n in (("a", 50), ("b", 50)
 
 
 def taken(*sets, count, **how):
-    stream = PromptStream(*sets, **how)
+    stream = prompt_stream(*sets, **how)
     return [stream[cursor] for cursor in range(count)]
 
 
@@ -38,10 +38,10 @@ def test_each_set_goes_through_epochs_of_its_own_and_the_first_as_if_alone():
 
 
 def test_a_mixture_depends_on_seed_cursor_and_the_ratio_of_weights_alone():
-    stream = PromptStream(A, C, seed=3, weights=(0.2, 0.1))
+    stream = prompt_stream(A, C, seed=3, weights=(0.2, 0.1))
     cursors = [999, 0, 3, 10**12, 3]
     first = [stream[cursor] for cursor in cursors]
-    again = PromptStream(A, C, seed=3, weights=(4, 2))
+    again = prompt_stream(A, C, seed=3, weights=(4, 2))
     assert [again[cursor] for cursor in cursors] == first
     assert taken(A, C, seed=4, weights=(2, 1), count=99) != taken(
         A, C, seed=3, weights=(2, 1), count=99

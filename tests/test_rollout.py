@@ -73,7 +73,7 @@ def test_groups_of_other_streams_change_neither_what_is_kept_nor_what_is_counted
         one = run(script, num_prompts=6, session=session, on_other_groups=finished.extend)
         assert kept_cursors(one) == kept_cursors(run(script, num_prompts=6, slots=24))
         left += len(session.unfinished)
-        tokens = sum(int(b.useful_B[b.stream_B == 0].sum()) for b in session.blocks)
+        tokens = sum(int(b.useful_N[b.stream_N == 0].sum()) for b in session.blocks)
         assert one.stats.sampled_tokens == tokens < one.stats.busy_slot_steps
         while session.unfinished:
             finished += session.step()

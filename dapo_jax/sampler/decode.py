@@ -16,20 +16,14 @@ import jax
 import jax.numpy as jnp
 
 from dapo_jax.logprobs import sampling_logits
+from dapo_jax.sampler import sampling
 from dapo_jax.sampler.cache import NULL_PAGE, Cache
-from dapo_jax.sampler.sampling import (
-    of_rows,
-    request_keys,
-    sample_token,
-    truncate,
-    uniform_at,
-)
 from models.kernels import Kernels
 from models.kernels.xla import (
-    NearPages,
     PageTable,
     attention,
     combine,
+    near_attention,
     of_readers,
     page_attention,
     page_order,
@@ -105,10 +99,7 @@ def recompute(
 
 
 def _keys_and_values(params, tokens_RT, attend, *, config: ModelConfig, axis: str | None):
-    """Runs rows of tokens: (each layer's (k_RTKH, v_RTKH), route_RTLA or None).
-
-    attend(q, k, v, window) -> out.
-    """
+    """Runs rows of tokens: (each layer's (k_RTKH, v_RTKH), route_RTLA or None)."""
 
     def attend_and_keep(q, k, v, *, window):
         return attend(q, k, v, window), (k, v)
@@ -179,18 +170,19 @@ def decode_block(
     offset_B = sampled_B % cache.page_tokens
     stop_ids = jnp.asarray(samplings[0].stop_ids, jnp.int32)
     vocab_size = samplings[0].vocab_size
-    temperature = of_rows([s.temperature for s in samplings], stream_B)
+    temperature = sampling.of_rows([s.temperature for s in samplings], stream_B)
     _, K, _, H = pages[0][1].shape
     head_VD = params["head_VD"]
     first_id = 0 if axis is None else jax.lax.axis_index(axis) * head_VD.shape[0]
     run_key_Z = jax.random.wrap_key_data(run_key_Z)
     run_key = run_key_Z[0] if len(samplings) == 1 else run_key_Z[stream_B]
-    key_B = request_keys(run_key, row["cursor"], row["sample"])
-    uniform_SB = jax.vmap(lambda i: uniform_at(key_B, sampled_B + i))(jnp.arange(S))
+    key_B = sampling.request_keys(run_key, row["cursor"], row["sample"])
+    uniform_SB = jax.vmap(lambda i: sampling.uniform_at(key_B, sampled_B + i))(jnp.arange(S))
     windows = [kind.window for kind in config.kinds]
     if kernels.attend_pages is None:
-        how = {"readers": cache.readers, "windows": windows}
-        attend_slots = _by_pieces(prompt_pages, pages, table, page_P, **how)
+        attend_slots = _by_pieces(
+            prompt_pages, pages, table, page_P, readers=cache.readers, windows=windows
+        )
     else:
         attend_slots = _by_kernel(kernels.attend_pages, prompt_pages, pages, table, windows)
 
@@ -222,7 +214,7 @@ def decode_block(
         logits_BV = sampling_logits(
             logits_BV, temperature=temperature, vocab_size=vocab_size, first_id=first_id
         )
-        logits_BV = truncate(
+        logits_BV = sampling.truncate(
             logits_BV,
             top_p=[s.top_p for s in samplings],
             top_k=[s.top_k for s in samplings],
@@ -230,7 +222,7 @@ def decode_block(
             stream_R=stream_B,
             live_R=active_B,
         )
-        new_B, logp_B = sample_token(logits_BV, uniform_SB[i], axis=axis)
+        new_B, logp_B = sampling.sample_token(logits_BV, uniform_SB[i], axis=axis)
         if cache.turns:
             given_B = row["given"][:, i]
             new_B = jnp.where(given_B > 0, given_B - 1, new_B)
@@ -301,14 +293,15 @@ def _by_pieces(prompt_pages, pages, table: PageTable, page_P, *, readers: int, w
     whole = len(page_P) == len(pages[0][0])
     closed = pages if whole else [(k_PKHC[page_P], v_PKCH[page_P]) for k_PKHC, v_PKCH in pages]
 
-    near = {}
-    for i, window in enumerate(windows):
-        if window is not None:
-            near[i] = NearPages(prompt_pages[i], closed[i], table, window=window)
+    near = {
+        i: near_attention(prompt_pages[i], closed[i], table, window=window)
+        for i, window in enumerate(windows)
+        if window is not None
+    }
 
     def attend(q_BNH, block, live_B, *, layer):
         if layer in near:
-            return near[layer].attend(q_BNH, block, live_B)
+            return near[layer](q_BNH, block, live_B)
         recent = page_attention(q_BNH[:, None], *block, live_B)
         q_URNH = of_readers(q_BNH, where.reader_URB)
         q_P1NH = of_readers(q_BNH, where.reader_P1B)
@@ -326,8 +319,8 @@ def _by_kernel(attend_pages, prompt_pages, pages, table: PageTable, windows):
 
     def attend(q_BNH, block, live_B, *, layer):
         pools = (prompt_pages[layer], pages[layer])
-        how = {} if windows[layer] is None else {"window": windows[layer]}
-        return attend_pages(q_BNH, block, live_B, *pools, page_BX, *tokens, **how)
+        window = windows[layer]
+        return attend_pages(q_BNH, block, live_B, *pools, page_BX, *tokens, window=window)
 
     return attend
 

@@ -15,7 +15,7 @@ import optax
 from absl import logging
 from flax import nnx
 
-from dapo_jax.logprobs import head_loss
+from dapo_jax.logprobs import Softmax, head_loss
 from dapo_jax.tasks.tokenizer import Tokenizer
 from models import save_hf
 from models.kernels.packed import packed_attention
@@ -102,9 +102,7 @@ def fit(
             tokens_BT[:, 1:],
             weight_BT,
             lambda logp, weight: (-logp * weight, {}),
-            temperature=1.0,
-            vocab_size=vocab_size,
-            mesh=mesh,
+            Softmax(temperature=1.0, vocab_size=vocab_size, mesh=mesh),
         )
         return loss / jnp.sum(weight_BT)
 

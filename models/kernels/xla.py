@@ -189,47 +189,49 @@ def combine(partials, entry_BX, *, dtype):
     return out_BKGH.reshape(-1, K * G, H).astype(dtype)
 
 
-class NearPages:
-    """Holds the pages of every slot that a window sees, from the first step of a block on."""
+def near_attention(prompt_pool, pool, table: PageTable, *, window: int):
+    """Takes the pages of every slot that a window sees, from the first step of a block on.
 
-    def __init__(self, prompt_pool, pool, table: PageTable, *, window: int):
-        C = pool[1].shape[2]
-        counts = table.prompt_tokens_B, table.response_tokens_B
-        page_BX, prompt_B, tokens_B, self._hidden_B = window_pages(
-            page_order(table, page_tokens=C),
-            *(*counts, jnp.ones_like(table.prompt_tokens_B)),
-            window=window,
-            page_tokens=C,
-        )
-        prompt_B1, tokens_B1 = prompt_B[:, None], tokens_B[:, None]
-        begin_BX = C * jnp.arange(page_BX.shape[1]) + jnp.zeros_like(page_BX)
-        filled_B1 = -(-prompt_B1 // C) * C
-        of_prompt_BX = begin_BX < filled_B1
-        place_BX = jnp.where(of_prompt_BX, begin_BX, begin_BX - filled_B1)
-        self._live_BX = jnp.where(of_prompt_BX, prompt_B1, tokens_B1) - place_BX
-        self._before_BX = jnp.where(of_prompt_BX, 0, prompt_B1) + place_BX
-        self._window, self._pools = window, []
-        for prompts, responses in zip(prompt_pool, pool, strict=True):
-            pages = (a[jnp.minimum(page_BX, len(a) - 1)] for a in (prompts, responses))
-            of_prompt = of_prompt_BX[..., None, None, None]
-            page_BXKHC = jnp.where(of_prompt, *pages)
-            self._pools.append(page_BXKHC.reshape(-1, *page_BXKHC.shape[2:]))
+    Returns attend(q_BNH, block, live_B) -> out_BNH, which sees them and the first live_B tokens of
+    a block.
+    """
+    C = pool[1].shape[2]
+    counts = table.prompt_tokens_B, table.response_tokens_B
+    page_BX, prompt_B, tokens_B, hidden_B = window_pages(
+        page_order(table, page_tokens=C),
+        *(*counts, jnp.ones_like(table.prompt_tokens_B)),
+        window=window,
+        page_tokens=C,
+    )
+    B, X = page_BX.shape
+    prompt_B1, tokens_B1 = prompt_B[:, None], tokens_B[:, None]
+    begin_BX = C * jnp.arange(X) + jnp.zeros_like(page_BX)
+    filled_B1 = -(-prompt_B1 // C) * C
+    of_prompt_BX = begin_BX < filled_B1
+    place_BX = jnp.where(of_prompt_BX, begin_BX, begin_BX - filled_B1)
+    live_BX = jnp.where(of_prompt_BX, prompt_B1, tokens_B1) - place_BX
+    before_BX = jnp.where(of_prompt_BX, 0, prompt_B1) + place_BX
+    near_pool = []
+    for prompts, responses in zip(prompt_pool, pool, strict=True):
+        pages = (a[jnp.minimum(page_BX, len(a) - 1)] for a in (prompts, responses))
+        page_BXKHC = jnp.where(of_prompt_BX[..., None, None, None], *pages)
+        near_pool.append(page_BXKHC.reshape(-1, *page_BXKHC.shape[2:]))
 
-    def attend(self, q_BNH, block, live_B):
-        """Attends to them and to the first live_B tokens of a block: out_BNH."""
-        B, X = self._live_BX.shape
-        recent = page_attention(q_BNH[:, None], *block, live_B, live_B - self._window)
-        hidden_B1 = (self._hidden_B + live_B - 1)[:, None]
+    def attend(q_BNH, block, live_B):
+        recent = page_attention(q_BNH[:, None], *block, live_B, live_B - window)
+        hidden_B1 = (hidden_B + live_B - 1)[:, None]
         near = page_attention(
             jnp.repeat(q_BNH, X, axis=0)[:, None],
-            *self._pools,
-            self._live_BX.reshape(-1),
-            (hidden_B1 - self._before_BX).reshape(-1),
+            *near_pool,
+            live_BX.reshape(-1),
+            (hidden_B1 - before_BX).reshape(-1),
         )
         slot_B1 = jnp.arange(B)[:, None]
-        of_page_BX = jnp.where(self._live_BX > 0, slot_B1 * X + jnp.arange(X), B * X + B)
+        of_page_BX = jnp.where(live_BX > 0, slot_B1 * X + jnp.arange(X), B * X + B)
         entry_BX = jnp.concatenate([of_page_BX, B * X + slot_B1], axis=1)
         return combine([near, recent], entry_BX, dtype=q_BNH.dtype)
+
+    return attend
 
 
 def copy_pages(pool, source_pool, page_M, source_page_M):
@@ -253,10 +255,10 @@ def write_pages(k_PKHC, v_PKCH, k_BKHS, v_BKSH, page_B, offset_B):
     """
     page_B1 = jnp.where(page_B > 0, page_B, len(k_PKHC) + jnp.arange(len(page_B)))[:, None]
     token_BS = offset_B[:, None] + jnp.arange(v_BKSH.shape[2])
-    how = {"mode": "drop", "unique_indices": True}
     k_BSKH, v_BSKH = k_BKHS.transpose(0, 3, 1, 2), v_BKSH.swapaxes(1, 2)
-    k_PKHC = k_PKHC.at[page_B1, :, :, token_BS].set(k_BSKH, **how)
-    return k_PKHC, v_PKCH.at[page_B1, :, token_BS].set(v_BSKH, **how)
+    k_PKHC = k_PKHC.at[page_B1, :, :, token_BS].set(k_BSKH, mode="drop", unique_indices=True)
+    v_PKCH = v_PKCH.at[page_B1, :, token_BS].set(v_BSKH, mode="drop", unique_indices=True)
+    return k_PKHC, v_PKCH
 
 
 def padded(array_BT, multiple: int):
