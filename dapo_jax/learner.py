@@ -258,7 +258,7 @@ def forward(weights, adapters, micro: Batch, *, graph, mesh, learning: Learning)
     rules.require_whole_heads(weights["layers"]["k_DKH"].shape[-2], mesh.shape["model"])
     kernels, tokens = learning.kernels, micro.tokens_BT.shape[1]
     part = {"mesh": mesh, "tokens": tokens}
-    how = {
+    of_model = {
         "remat": learning.remat,
         "project": kernels.learn_product,
         # Unrolled, XLA for CPUs would keep what is to be recomputed.
@@ -274,14 +274,14 @@ def forward(weights, adapters, micro: Batch, *, graph, mesh, learning: Learning)
     }
     if adapters is not None:
         adapt = adapted if learning.compute_dtype == "float32" else beside
-        how["adapt"] = functools.partial(adapt, scale=learning.lora.scale)
+        of_model["adapt"] = functools.partial(adapt, scale=learning.lora.scale)
 
     def hidden(weights, adapters, tokens_BT, position_BT, segment_BT, branch_BT, *routes):
-        def attend(*qkv, window=None):
+        def attend(*qkv, window):
             return kernels.attend_rows(*qkv, segment_BT, branch_BT, position_BT, window)
 
         model = nnx.merge(graph, weights)
-        run = functools.partial(model.hidden, adapters=adapters, **how)
+        run = functools.partial(model.hidden, adapters=adapters, **of_model)
         if not routes:
             return run(tokens_BT, position_BT, attend)
         sampled_LBTA = jnp.moveaxis(routes[0], 2, 0)
@@ -291,10 +291,12 @@ def forward(weights, adapters, micro: Batch, *, graph, mesh, learning: Learning)
         return x_BTD, jnp.mean(~shared_LBTA.all(axis=-1), axis=0, dtype=jnp.float32)
 
     parameters = (weights, adapters or ())
-    specs = [rules.param_specs(mesh, param_axes(tree), tree, rules.LEARNER) for tree in parameters]
+    shardings = [
+        rules.param_shardings(mesh, param_axes(tree), tree, rules.LEARNER) for tree in parameters
+    ]
     rows_BT = (micro.tokens_BT, micro.position_BT, micro.segment_BT, micro.branch_BT)
     rows_BT += () if micro.route_BTLA is None else (micro.route_BTLA,)
-    run = rules.by_parts(hidden, mesh, params=specs, rows=len(rows_BT), tokens=tokens)
+    run = rules.by_parts(hidden, mesh, params=shardings, rows=len(rows_BT), tokens=tokens)
     x_BTD, differ_BT = run(*parameters, *rows_BT)
     return x_BTD, nnx.merge(graph, weights).head(), differ_BT
 

@@ -217,7 +217,6 @@ class AnyOrder(InOrder):
 
 
 def _complete(group: Group) -> PartialGroup:
-    """Carries a group of which all responses have ended."""
     responses = tuple(response.continued() for response in group.responses)
     return PartialGroup(group.cursor, responses, (False,) * len(responses))
 

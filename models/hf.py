@@ -165,7 +165,6 @@ def _tensors(config) -> Iterator[tuple[str, tuple[int, ...], Parameter, tuple[in
 
 
 def _load(found, parameter, shape, config, dtype, sharding):
-    """Loads one parameter as a global array, from its tensors in the files (one a layer)."""
     sizes, axes = config.axis_sizes, parameter.axes.removeprefix(parameter.numbered)
     stored = parameter.layout.replace(" ", "")
     leading = len(shape) - len(axes)
@@ -225,7 +224,6 @@ def _to_file(array, parameter, config, dtype):
 
 
 def _fetched(params, leaf, layer=None):
-    """Fetches a host array: a parameter, or a layer of a stacked one."""
     array = params[leaf] if layer is None else params["layers"][leaf]
     if isinstance(array, np.ndarray):
         return array if layer is None else array[layer]
@@ -291,7 +289,6 @@ def _of_stack(found, stack, parameters, layer, config) -> dict[str, FileTensor]:
 
 
 def _listed(texts: list[str], separator: str) -> str:
-    """Joins texts for a message, the first MAX_LISTED of them."""
     more = f" and {len(texts) - MAX_LISTED} more" if len(texts) > MAX_LISTED else ""
     return separator.join(texts[:MAX_LISTED]) + more
 

@@ -33,22 +33,14 @@ NEUTRAL_ROPE = {"truncate": True, "partial_rotary_factor": 1}
 # does. What a family computes beside that is in its `computes`.
 NEUTRAL = {
     "partial_rotary_factor": (1,),
-    "rotary_pct": (1,),
     "is_causal": (True,),
     "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),
     "mlp_bias": (False,),
     "num_experts": (0,),
     "num_local_experts": (0,),
-    "n_routed_experts": (0,),
     "attn_logit_softcapping": (),
     "final_logit_softcapping": (),
-    "clip_qkv": (),
-    "logit_scale": (1,),
-    "logits_scaling": (1,),
-    "embedding_multiplier": (1,),
-    "residual_multiplier": (1,),
-    "no_rope_layers": ([],),
     "pruned_heads": ({},),
     "quantization_config": (),
     "compression_config": (),
@@ -138,13 +130,11 @@ def config_of(raw: Mapping[str, Any]) -> ModelConfig:
     head_dim = _number({"head_dim": width // heads} | raw, "head_dim", whole=True)
     if head_dim % 2:
         _refuse("head_dim", head_dim, "must be even for rotary embeddings")
-    if not isinstance(raw["tie_word_embeddings"], bool):
-        _refuse("tie_word_embeddings", raw["tie_word_embeddings"], "must be true or false")
     sizes |= {field: _own(raw, key, family.defaults[key]) for field, key in family.keys.items()}
     return family(
         **sizes,
         head_dim=head_dim,
-        tie_embeddings=raw["tie_word_embeddings"],
+        tie_embeddings=_own(raw, "tie_word_embeddings", False),
         rope_theta=rope_theta,
         rms_norm_eps=_number(raw, "rms_norm_eps"),
         rope_scaling=rope_scaling,
@@ -153,7 +143,6 @@ def config_of(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def _windows(raw: Mapping[str, Any], family: type[ModelConfig]) -> tuple[int | None, ...]:
-    """Reads each layer's window; refuses layers that the family does not have."""
     types, computed = raw.get("layer_types"), family.layer_types(raw)
     if computed != (types or computed):
         _refuse("layer_types", types, f"only {computed!r:.200} is supported")
@@ -183,13 +172,8 @@ def _check_computed(raw: Mapping[str, Any], family: type[ModelConfig]) -> None:
         if given != value and (given or value):  # null is false
             _refuse(key, given, f"only {value!r} is supported")
     for key, values in NEUTRAL.items():
-        if key in family.keys.values():
-            continue
-        if raw.get(key) is not None and raw[key] not in values:
+        if key not in family.keys.values() and raw.get(key) not in (None, *values):
             _refuse(key, raw[key], f"only {' or '.join(map(repr, values)) or 'null'} is supported")
-    biases = any(parameter.tensor.endswith("q_proj.bias") for parameter in family.layer.parameters)
-    if raw.get("attention_bias") and not biases:
-        _refuse("attention_bias", raw["attention_bias"], "only False is supported")
     architectures = raw.get("architectures") or [family.architecture]
     if not isinstance(architectures, list) or family.architecture not in architectures:
         _refuse("architectures", architectures, f"only {family.architecture!r} is supported")
@@ -227,7 +211,6 @@ def _rope(raw: Mapping[str, Any], *, default_theta: float) -> tuple[float, RopeS
 
 
 def _scaling(key: str, given: Mapping[str, Any]) -> RopeScaling | None:
-    """Reads the scaling of rotary angles; None: unscaled."""
     rope = {name: v for name, v in given.items() if v is not None and name != "rope_theta"}
     kinds = [rope.pop(name) for name in ("rope_type", "type") if name in rope] or ["default"]
     kind = kinds[0]

@@ -17,7 +17,8 @@ from dapo_jax import train
 from dapo_jax.convert import convert
 from dapo_jax.sampler import cache
 from dapo_jax.setup import components
-from models import gemma3, load_hf, save_hf
+from models import gemma3
+from models.hf import load_hf, save_hf
 from models.hf_config import config_of, load_config, sees_images
 from models.kernels.packed import packed_attention
 from models.precision import Weights
@@ -94,7 +95,7 @@ def test_embeddings_are_multiplied_by_the_rounded_root_of_the_width():
     for dtype, root in (("float32", 1_152**0.5), ("bfloat16", 34)):
         weights = Weights(dtype=dtype)
         x_BTD, _ = nnx.merge(graph, params).hidden(
-            tokens_BT, tokens_BT, lambda q, k, v: q, weights=weights
+            tokens_BT, tokens_BT, lambda q, k, v, window: q, weights=weights
         )
         expected_BTD = params["embed_VD"][tokens_BT].astype(dtype).astype(np.float32) * root / 1e6
         np.testing.assert_allclose(x_BTD, expected_BTD.astype(dtype), rtol=1e-6)

@@ -13,8 +13,8 @@ from processes import ran
 from safetensors.numpy import load_file, save_file
 
 from dapo_jax.convert import convert
-from models import families, hf, load_hf, save_hf
-from models.hf import load_params
+from models import families, hf
+from models.hf import load_hf, load_params, save_hf
 from models.hf_config import load_config
 from models.parameters import param_axes
 from models.qwen2 import Qwen2Config

@@ -263,7 +263,7 @@ def test_what_is_kept_for_the_backward_pass_is_not_computed_a_second_time(dtype)
 
     def computed(remat):
         def scalar(params):
-            attend = lambda *qkv: packed.packed_attention(*qkv, segment_BT, branch_BT)  # noqa: E731
+            attend = lambda *qkv, window: packed.packed_attention(*qkv, segment_BT, branch_BT)  # noqa: E731
             how = {"remat": remat, "weights": Weights(dtype=dtype)}
             x_BTD, _ = nnx.merge(graph, params).hidden(segment_BT, branch_BT, attend, **how)
             return jnp.sum(jnp.sin(x_BTD))

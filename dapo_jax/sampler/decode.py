@@ -110,7 +110,6 @@ def _keys_and_values(params, tokens_RT, attend, *, config: ModelConfig, axis: st
 
 
 def _write_rows(pages, kept, page_RI):
-    """Writes whole rows of keys and values to their pages."""
     page_N = page_RI.reshape(-1)
 
     def of_pages(array_RTKH):
@@ -269,7 +268,6 @@ def _columns(row_BX, cache: Cache) -> dict[str, jax.Array]:
 
 
 def _put(block, k_B1KH, v_B1KH, i):
-    """Writes token number i of each slot into blocks (k_BKHS, v_BKSH)."""
     k_BKHS, v_BKSH = block
     return (
         jax.lax.dynamic_update_slice_in_dim(k_BKHS, k_B1KH.transpose(0, 2, 3, 1), i, axis=3),
@@ -283,7 +281,7 @@ def _by_pieces(prompt_pages, pages, table: PageTable, page_P, *, readers: int, w
     block: the keys and values (k_BKHS, v_BKSH) of this block, of which a query sees the first
     live_B. A layer with a window has those pages apart that its slots see.
     """
-    where = pieces(
+    reader_URB, live_U, reader_P1B, live_P, entry_BX = pieces(
         table,
         prompt_pages=len(prompt_pages[0][0]),
         readers=readers,
@@ -303,11 +301,10 @@ def _by_pieces(prompt_pages, pages, table: PageTable, page_P, *, readers: int, w
         if layer in near:
             return near[layer](q_BNH, block, live_B)
         recent = page_attention(q_BNH[:, None], *block, live_B)
-        q_URNH = of_readers(q_BNH, where.reader_URB)
-        q_P1NH = of_readers(q_BNH, where.reader_P1B)
-        prompt = page_attention(q_URNH, *prompt_pages[layer], where.live_U)
-        response = page_attention(q_P1NH, *closed[layer], where.live_P)
-        return combine([prompt, response, recent], where.entry_BX, dtype=q_BNH.dtype)
+        q_URNH, q_P1NH = of_readers(q_BNH, reader_URB), of_readers(q_BNH, reader_P1B)
+        prompt = page_attention(q_URNH, *prompt_pages[layer], live_U)
+        response = page_attention(q_P1NH, *closed[layer], live_P)
+        return combine([prompt, response, recent], entry_BX, dtype=q_BNH.dtype)
 
     return attend
 

@@ -277,7 +277,6 @@ class Session:
         return groups
 
     def _prefill(self, prefills: list[Prefill]) -> None:
-        """Runs the prefill calls of a block to their end."""
         for number_R, _, page_RI in prefills:
             tokens = page_RI.shape[1] * self._engine.cache.page_tokens
             tokens_RT = np.zeros((len(number_R), tokens), np.int32)
@@ -448,7 +447,6 @@ class Session:
         return finished
 
     def _response(self, group: _Unfinished, it: Finished) -> Response:
-        """Makes a response of what the pages have of it."""
         tokens_T, logp_T = (
             pool_DPC[it.shard, it.pages].reshape(-1)[: it.tokens]
             for pool_DPC in (self._token_DPC, self._logp_DPC)
@@ -466,7 +464,6 @@ class Session:
         )
 
     def _route(self, group: _Unfinished, it: Finished) -> np.ndarray | None:
-        """Puts the routes of a prompt and a response together."""
         if self._route_DPCLA is None:
             return None
         pages_PCLA = self._route_DPCLA[it.shard, it.pages]

@@ -21,6 +21,7 @@ import inspect
 import json
 import re
 import threading
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -73,7 +74,7 @@ class Factory:
         from transformers.utils import get_json_schema
 
         try:
-            return [get_json_schema(_unbound(tool)) for tool in self.tools]
+            return [get_json_schema(_without_self(tool)) for tool in self.tools]
         except Exception as error:
             raise ValueError(f"{self.name} has a tool without a schema: {error}") from error
 
@@ -87,17 +88,9 @@ class Factory:
         return dataclasses.replace(example, prompt=(*before, last))
 
 
-def _unbound(tool: Callable) -> Callable:
-    """Returns a method as a function without its first parameter, for its schema."""
-
-    def function(*args, **kwargs): ...
-
-    signature = inspect.signature(tool)
-    function.__name__, function.__doc__ = tool.__name__, inspect.getdoc(tool)
-    own = [it for name, it in signature.parameters.items() if name != "self"]
-    function.__signature__ = signature.replace(parameters=own)
-    function.__annotations__ = dict(tool.__annotations__)
-    return function
+def _without_self(tool: Callable) -> Callable:
+    is_method = "self" in inspect.signature(tool).parameters
+    return types.MethodType(tool, object()) if is_method else tool
 
 
 class Episode:

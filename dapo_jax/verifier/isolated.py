@@ -131,10 +131,6 @@ class Pool(contextlib.AbstractContextManager):
                 worker.kill()
         self._threads.shutdown(cancel_futures=True)
 
-    def worker_pids(self) -> list[int]:
-        """Lists the process ids of the present workers, without those of replaced ones."""
-        return [worker.process.pid for worker in self._workers]
-
     def ask(self, requests: Iterable[bytes]) -> dict[bytes, Reply]:
         """Has each request answered, equal ones once; raises RuntimeError after `close`."""
         requests = dict.fromkeys(requests)
@@ -153,7 +149,6 @@ class Pool(contextlib.AbstractContextManager):
             self._idle.put(place)
 
     def _ready_worker(self, place: int) -> Worker:
-        """Returns the worker at a place, a fresh one where it is gone."""
         for start in range(STARTS):
             worker = self._workers[place]
             if worker.is_ready():

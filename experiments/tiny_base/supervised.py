@@ -92,7 +92,7 @@ def fit(
         x_BTD, _ = model.hidden(
             tokens_BT,
             positions_BT,
-            lambda q, k, v: packed_attention(q, k, v, segment_BT, no_branch_BT),
+            lambda q, k, v, window: packed_attention(q, k, v, segment_BT, no_branch_BT),
             remat="none",
         )
         weight_BT = target_BT[:, 1:]

@@ -58,30 +58,15 @@ def page_order(table: PageTable, *, page_tokens: int):
     return jnp.take_along_axis(both_BX, jnp.minimum(place_BX, I + J - 1), axis=1)
 
 
-@struct.dataclass
-class Pieces:
-    """Holds what XLA needs of a PageTable: the slots that read each page, and its live tokens.
+def pieces(table: PageTable, *, prompt_pages: int, readers: int, pages: int, page_tokens: int):
+    """Says what XLA needs of a table: (reader_URB, live_U, reader_P1B, live_P, entry_BX).
 
-    Attention is computed page by page, for all readers of a page at once, and the pieces of each
-    slot are put together: entry_BX says where they are. E, the number of pieces, means none.
-    Readers are rows of zeros with a one: a product with them moves a query to its pages exactly,
-    and measured ten times as fast as a gather on CPU.
-    """
-
-    reader_URB: Any
-    live_U: Any
-    reader_P1B: Any
-    live_P: Any
-    entry_BX: Any
-
-
-def pieces(
-    table: PageTable, *, prompt_pages: int, readers: int, pages: int, page_tokens: int
-) -> Pieces:
-    """Makes Pieces of U = prompt_pages pages of R = readers slots and P = pages of one slot each.
-
-    The pieces are numbered in the order of `combine`: U * R of prompts, P of responses, and one
-    a slot for the block being decoded.
+    Attention is computed page by page, for all readers of a page at once: U = prompt_pages pages of
+    R = readers slots, and P = pages of one slot each. Readers are rows of zeros with a one: a
+    product with them moves a query to its pages exactly, and measured ten times as fast as a gather
+    on CPU. live: tokens of a page. The pieces of each slot are where entry_BX says, E for none: in
+    the order of `combine` U * R of prompts, P of responses, and one a slot for the block being
+    decoded.
     """
     U, R, P, C = prompt_pages, readers, pages, page_tokens
     B, I = table.prompt_BI.shape
@@ -95,13 +80,12 @@ def pieces(
     none = U * R + P + B
     of_prompt_BI = jnp.where(live_BI > 0, prompt_BI * R + table.reader_B[:, None], none)
     of_response_BJ = jnp.where(live_BJ > 0, U * R + response_BJ, none)
-    return Pieces(
-        reader_URB=jnp.zeros((U, R, B)).at[prompt_BI, table.reader_B[:, None], slot_B1].set(1),
-        live_U=jnp.zeros(U, jnp.int32).at[prompt_BI].set(live_BI),
-        reader_P1B=jnp.zeros((P, 1, B)).at[response_BJ, 0, slot_B1].set(1),
-        live_P=jnp.zeros(P, jnp.int32).at[response_BJ].set(live_BJ),
-        entry_BX=jnp.concatenate([of_prompt_BI, of_response_BJ, U * R + P + slot_B1], axis=1),
-    )
+    reader_URB = jnp.zeros((U, R, B)).at[prompt_BI, table.reader_B[:, None], slot_B1].set(1)
+    live_U = jnp.zeros(U, jnp.int32).at[prompt_BI].set(live_BI)
+    reader_P1B = jnp.zeros((P, 1, B)).at[response_BJ, 0, slot_B1].set(1)
+    live_P = jnp.zeros(P, jnp.int32).at[response_BJ].set(live_BJ)
+    entry_BX = jnp.concatenate([of_prompt_BI, of_response_BJ, U * R + P + slot_B1], axis=1)
+    return reader_URB, live_U, reader_P1B, live_P, entry_BX
 
 
 def of_readers(q_BNH, reader_PRB):
