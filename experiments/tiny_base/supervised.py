@@ -17,7 +17,7 @@ from flax import nnx
 
 from dapo_jax.logprobs import Softmax, head_loss
 from dapo_jax.tasks.tokenizer import Tokenizer
-from models import save_hf
+from models.hf import save_hf
 from models.kernels.packed import packed_attention
 from models.parameters import ModelConfig
 from models.transformer import segment_positions
