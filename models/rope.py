@@ -100,16 +100,10 @@ def scaling_of(entries: Mapping[str, Any]) -> RopeScaling:
 
     Raises ValueError for keys that are missing or unknown, and for wrong numbers.
     """
-    kind = SCALINGS[entries["rope_type"]]
-    fields = {field.name: field for field in dataclasses.fields(kind)}
-    unknown = sorted(entries.keys() - fields.keys())
-    if unknown:
-        raise ValueError(f"{', '.join(unknown)} is not computed; there are {', '.join(fields)}")
-    needed = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
-    if needed - entries.keys():
-        missing = ", ".join(sorted(needed - entries.keys()))
-        raise ValueError(f"{entries['rope_type']} needs {missing}")
     for name, value in entries.items():
         if name != "rope_type" and not (isinstance(value, int | float) and value > 0):
             raise ValueError(f"{name} must be a positive number")
-    return kind(**entries)
+    try:
+        return SCALINGS[entries["rope_type"]](**entries)
+    except TypeError as error:  # it names the key that is missing, or not computed
+        raise ValueError(str(error)) from error
