@@ -112,7 +112,11 @@ def listing(folder: epath.Path) -> str:
 
 def config_of(raw: Mapping[str, Any]) -> ModelConfig:
     """Makes the config of config.json's content; raises ValueError as `load_config` does."""
-    family = _family(raw)
+    known, name = families.known(), raw.get("model_type")
+    if name not in tuple(known):
+        rule = f"must be {' or '.join(map(repr, known))}; model.family names others"
+        _refuse("model_type", name, rule)
+    family = known[name].config
     raw = family.plain(raw)
     _check_computed(raw, family)
     rope_theta, rope_scaling = _rope(raw, default_theta=family.defaults["rope_theta"])
@@ -155,14 +159,6 @@ def _windows(raw: Mapping[str, Any], family: type[ModelConfig]) -> tuple[int | N
         return ()
     window = _number(raw, "sliding_window", whole=True)
     return tuple(window if kind == SLIDING else None for kind in computed)
-
-
-def _family(raw: Mapping[str, Any]) -> type[ModelConfig]:
-    model_types = families.known()
-    if raw.get("model_type") not in tuple(model_types):
-        rule = f"must be {' or '.join(map(repr, model_types))}; model.family names others"
-        _refuse("model_type", raw.get("model_type"), rule)
-    return model_types[raw["model_type"]].config
 
 
 def _check_computed(raw: Mapping[str, Any], family: type[ModelConfig]) -> None:

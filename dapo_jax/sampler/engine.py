@@ -79,8 +79,12 @@ class Engine:
             for bucket in buckets.sizes:
                 program = self._lower_rows(run, pool, buckets, bucket, numbers=numbers)
                 lowered[name, None, bucket] = program
+        everywhere = rules.replicated(self.mesh)
+        copy_M4 = jax.ShapeDtypeStruct((COPIES, 4), jnp.int32, sharding=everywhere)
+        run = functools.partial(copy_pages, kernels=self._kernels)
         for pool in self.pages if self.shards > 1 else ():
-            lowered["copy", None, len(pool[0][0]) // self.shards] = self._lower_copy(pool)
+            program = self._lower(run, (pool, copy_M4), self._specs(pool), donate=0)
+            lowered["copy", None, len(pool[0][0]) // self.shards] = program
         for size in self.sizes:
             lowered["decode", samplings, *size] = self._lower_decode(samplings, *size)
         return lowered
@@ -145,12 +149,6 @@ class Engine:
             return jax.ShapeDtypeStruct((*rows_and_heads, *tile), self._dtype, sharding=sharding)
 
         return ((array(H, C), array(C, H)),) * self.config.num_layers
-
-    def _lower_copy(self, pool) -> jax.stages.Lowered:
-        shape, sharding = (COPIES, 4), rules.replicated(self.mesh)
-        copy_M4 = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
-        run = functools.partial(copy_pages, kernels=self._kernels)
-        return self._lower(run, (pool, copy_M4), self._specs(pool), donate=0)
 
     def _lower_rows(self, run, pool, buckets: Buckets, bucket: int, *, numbers: int):
         """Lowers a program of rows of tokens and pages, and so many numbers of each row between."""
