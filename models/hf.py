@@ -114,8 +114,7 @@ def save_hf(
     not compute with: bos_token_id and eos_token_id (null otherwise), max_position_embeddings (32768
     otherwise).
 
-    Raises FileExistsError where the directory already holds a model, and ValueError for an extra
-    key that would contradict the config.
+    Raises FileExistsError where the directory already holds a model.
     """
     from huggingface_hub import split_state_dict_into_shards_factory  # which few starts need
 

@@ -226,10 +226,7 @@ def _scaling(key: str, given: Mapping[str, Any]) -> RopeScaling | None:
 
 
 def config_json(config: ModelConfig, dtype: np.dtype, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Makes the content of config.json for weights of `dtype`.
-
-    extra: more keys. Raises ValueError for one that the model decides.
-    """
+    """Makes the content of config.json for weights of `dtype`; extra: more keys."""
     fixed = {
         "architectures": [config.architecture],
         "model_type": config.model_type,
@@ -250,18 +247,8 @@ def config_json(config: ModelConfig, dtype: np.dtype, extra: Mapping[str, Any]) 
     if config.rope_scaling:
         entries = dataclasses.asdict(config.rope_scaling)
         fixed["rope_scaling"] = {name: v for name, v in entries.items() if v is not None}
-    clash = sorted(set(fixed) & set(extra))
-    if clash:
-        raise ValueError(f"extra_config gives {', '.join(clash)}, which the model decides")
-    free = {
-        "attention_dropout": 0.0,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "initializer_range": 0.02,
-        "max_position_embeddings": 32768,
-        "use_cache": True,
-    }
-    return fixed | free | dict(extra)
+    free = {"bos_token_id": None, "eos_token_id": None, "max_position_embeddings": 32768}
+    return free | dict(extra) | fixed
 
 
 def write_json(file, value):
@@ -284,9 +271,7 @@ def _own(raw: Mapping[str, Any], key: str, default: float):
 
 def _number(raw: Mapping[str, Any], key: str, *, whole: bool = False):
     """Reads a positive number, as a float; whole: an integer."""
-    value, kinds, rule = raw.get(key), int | float, "must be a positive number"
-    if whole:
-        kinds, rule = int, "must be a positive integer"
+    value, kinds = raw.get(key), int if whole else int | float
     if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
-        _refuse(key, value, rule)
+        _refuse(key, value, f"must be a positive {'integer' if whole else 'number'}")
     return value if whole else float(value)

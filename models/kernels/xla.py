@@ -6,11 +6,10 @@ stored transposed, with the tokens last, which measured fastest. Scores and soft
 probabilities are cast to the values' dtype before their product.
 """
 
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 ATTENTION = "attention"  # the name of what attention over rows gives, for models.transformer.REMAT
 MASKED = -1e30  # finite: a row with nothing to attend to gives a uniform softmax, never NaN
@@ -33,19 +32,18 @@ def attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS):
     return jnp.einsum("BKGTS,BSKH->BTKGH", prob_BKGTS, v_BSKH).reshape(B, T, N, H)
 
 
-@struct.dataclass
-class PageTable:
+class PageTable(NamedTuple):
     """Lists the pages that each of B decoding slots reads, in order. int32; no others are read.
 
     prompt_BI: pages of its prompt, which up to R slots of the group read, this one as reader
     `reader_B`; response_BJ: pages of its own. prompt_tokens_B, response_tokens_B: tokens in them.
     """
 
-    prompt_BI: Any
-    response_BJ: Any
-    prompt_tokens_B: Any
-    response_tokens_B: Any
-    reader_B: Any
+    prompt_BI: jax.Array
+    response_BJ: jax.Array
+    prompt_tokens_B: jax.Array
+    response_tokens_B: jax.Array
+    reader_B: jax.Array
 
 
 def page_order(table: PageTable, *, page_tokens: int):
