@@ -178,7 +178,7 @@ class AnyOrder(InOrder):
     def due(self) -> set[int]:
         """The cursors of the groups that may go on no more."""
         most = self.plan.partial_rollout_steps
-        return {it.cursor for it in self.partial if it.age_steps >= most}
+        return {it.cursor for it in self.partial if len(it.responses[0].ends) >= most}
 
     def has_enough(self) -> bool:
         """Returns whether enough groups are complete, and none that is waited for is not."""

@@ -175,11 +175,6 @@ class PartialGroup:
     unfinished_G: tuple[bool, ...]
 
     @property
-    def age_steps(self) -> int:
-        """Counts the steps since the one in which it began."""
-        return len(self.responses[0].ends)
-
-    @property
     def ended(self) -> list[Response | None]:
         """Lists the responses that have ended; None for the others."""
         pairs = zip(self.responses, self.unfinished_G, strict=True)

@@ -481,14 +481,16 @@ class Noted(dict):
 @pytest.fixture
 def traced(monkeypatch):
     """The kernels that were traced; they have several blocks, of pages and of a row's tokens."""
-    traced, make_splash = set(), splash_tpu.make_splash_mha_single_device
+    traced, make_splash = set(), splash_tpu.splash.make_splash_mha_single_device
 
     def noted(what, give=lambda *_, **__: 1):
         return lambda *args, **how: traced.add(what) or give(*args, **how)
 
     monkeypatch.setattr(paged_tpu, "pages_per_block", noted("blocks"))
     monkeypatch.setattr(paged_gpu, "pages_per_split", noted("splits"))
-    monkeypatch.setattr(splash_tpu, "make_splash_mha_single_device", noted("splash", make_splash))
+    monkeypatch.setattr(
+        splash_tpu.splash, "make_splash_mha_single_device", noted("splash", make_splash)
+    )
     monkeypatch.setattr(splash_tpu, "BLOCK_TOKENS", BLOCK)
     monkeypatch.setattr(flash_gpu, "TILES", Noted(flash_gpu.TILES, noted("flash")))
     monkeypatch.setitem(PRESETS, "small", Qwen2Config(64, 64, 128, 2, 4, 2, 16, True))

@@ -311,8 +311,9 @@ def test_no_slot_waits_and_no_group_is_lost(partial_rollout_steps, every_steps):
         for group in rollouts.sampled:
             lengths = [len(r.tokens_T) for r in group.responses]
             assert lengths == script.length_PG[group.cursor].tolist()
-        ages += [it.age_steps for it in rollouts.partial]
-        waits = any(it.age_steps == partial_rollout_steps and any(it.unfinished_G) for it in before)
+        ages += [len(it.responses[0].ends) for it in rollouts.partial]
+        old = [it for it in before if len(it.responses[0].ends) == partial_rollout_steps]
+        waits = any(any(it.unfinished_G) for it in old)
         if before and not waits:
             idle += [call[1:17].count(0) for call in calls if call[0] == "step"]
         partial = [it.cursor for it in rollouts.partial]
