@@ -21,15 +21,8 @@ import numpy as np
 from etils import epath
 from flax import nnx
 
-from models import hf_stream
-from models.hf_config import (
-    CONFIG_FILE,
-    config_json,
-    listing,
-    load_config,
-    read_json,
-    write_json,
-)
+from models import hf_config, hf_stream
+from models.hf_config import CONFIG_FILE
 from models.hf_stream import FILE_DTYPES, PIECE_VALUES, FileTensor
 from models.parameters import EMBED, HEAD, ModelConfig, Parameter
 from models.transformer import Transformer, abstract_params
@@ -52,7 +45,7 @@ def load_hf(path, *, dtype="float32") -> Transformer:
 
     Raises as `load_config` and `load_params` do.
     """
-    config = load_config(path)
+    config = hf_config.load_config(path)
     graph, _ = abstract_params(config)
     return nnx.merge(graph, load_params(path, config, dtype=dtype))
 
@@ -119,7 +112,7 @@ def save_hf(
     from huggingface_hub import split_state_dict_into_shards_factory  # which few starts need
 
     path, dtype = epath.Path(path), jnp.dtype(dtype)
-    content = config_json(config, dtype, extra_config or {})
+    content = hf_config.config_json(config, dtype, extra_config or {})
     old = sorted(p.name for p in [*path.glob("*.safetensors*"), *path.glob(CONFIG_FILE)])
     if old:
         raise FileExistsError(
@@ -143,8 +136,8 @@ def save_hf(
         hf_stream.write(path / file, shapes, dtype, arrays)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        write_json(path / INDEX_FILE, index)
-    write_json(path / CONFIG_FILE, content)  # last: with it the directory is complete
+        hf_config.write_json(path / INDEX_FILE, index)
+    hf_config.write_json(path / CONFIG_FILE, content)  # last: with it the directory is complete
 
 
 def _tensors(config) -> Iterator[tuple[str, tuple[int, ...], Parameter, tuple[int, ...]]]:
@@ -240,7 +233,7 @@ def _headers(path, config: ModelConfig) -> dict[str, FileTensor]:
     if (path / WEIGHTS_FILE).exists():
         files = [path / WEIGHTS_FILE]
     elif index_file.exists():
-        weight_map = read_json(index_file).get("weight_map")
+        weight_map = hf_config.read_json(index_file).get("weight_map")
         if not weight_map:
             raise ValueError(f"{index_file}: weight_map is {weight_map}, but must name files")
         files = [path / name for name in sorted(set(weight_map.values()))]
@@ -249,7 +242,8 @@ def _headers(path, config: ModelConfig) -> dict[str, FileTensor]:
             raise FileNotFoundError(f"{path} lacks {_listed(absent, ', ')}, named in {INDEX_FILE}")
     else:
         raise FileNotFoundError(
-            f"{path} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; it holds {listing(path)}"
+            f"{path} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; it holds "
+            f"{hf_config.listing(path)}"
         )
     found = {
         own: tensor

@@ -18,17 +18,7 @@ import jax.numpy as jnp
 from dapo_jax.logprobs import sampling_logits
 from dapo_jax.sampler import sampling
 from dapo_jax.sampler.cache import NULL_PAGE, Cache
-from models.kernels import Kernels
-from models.kernels.xla import (
-    PageTable,
-    attention,
-    combine,
-    near_attention,
-    of_readers,
-    page_attention,
-    page_order,
-    pieces,
-)
+from models.kernels import Kernels, xla
 from models.parameters import ModelConfig
 from models.transformer import causal_mask, hidden_layer_by_layer, windowed
 from sharding import rules
@@ -58,7 +48,7 @@ def prefill(params, pages, tokens_RT, page_RI, *, config: ModelConfig, axis: str
     mask_RTS = causal_mask(jnp.ones((R, T), jnp.int32))
 
     def attend(q, k, v, window):
-        return attention(q, k, v, windowed(mask_RTS, window))
+        return xla.attention(q, k, v, windowed(mask_RTS, window))
 
     kept, route_RTLA = _keys_and_values(params, tokens_RT, attend, config=config, axis=axis)
     return _write_rows(pages, kept, page_RI), route_RTLA
@@ -157,7 +147,7 @@ def decode_block(
     S, B = cache.block_tokens, len(row_BX)
     row = _columns(row_BX, cache)
     stream_B, sampled_B = row["stream"], row["sampled"]
-    table = PageTable(
+    table = xla.PageTable(
         prompt_BI=row["prompt_pages"],
         response_BJ=row["response_pages"],
         prompt_tokens_B=row["prompt_tokens"],
@@ -275,13 +265,13 @@ def _put(block, k_B1KH, v_B1KH, i):
     )
 
 
-def _by_pieces(prompt_pages, pages, table: PageTable, page_P, *, readers: int, windows):
+def _by_pieces(prompt_pages, pages, table: xla.PageTable, page_P, *, readers: int, windows):
     """Attention by plain XLA, page by page: attend(q_BNH, block, live_B, layer=) -> out_BNH.
 
     block: the keys and values (k_BKHS, v_BKSH) of this block, of which a query sees the first
     live_B. A layer with a window has those pages apart that its slots see.
     """
-    reader_URB, live_U, reader_P1B, live_P, entry_BX = pieces(
+    reader_URB, live_U, reader_P1B, live_P, entry_BX = xla.pieces(
         table,
         prompt_pages=len(prompt_pages[0][0]),
         readers=readers,
@@ -292,7 +282,7 @@ def _by_pieces(prompt_pages, pages, table: PageTable, page_P, *, readers: int, w
     closed = pages if whole else [(k_PKHC[page_P], v_PKCH[page_P]) for k_PKHC, v_PKCH in pages]
 
     near = {
-        i: near_attention(prompt_pages[i], closed[i], table, window=window)
+        i: xla.near_attention(prompt_pages[i], closed[i], table, window=window)
         for i, window in enumerate(windows)
         if window is not None
     }
@@ -300,18 +290,18 @@ def _by_pieces(prompt_pages, pages, table: PageTable, page_P, *, readers: int, w
     def attend(q_BNH, block, live_B, *, layer):
         if layer in near:
             return near[layer](q_BNH, block, live_B)
-        recent = page_attention(q_BNH[:, None], *block, live_B)
-        q_URNH, q_P1NH = of_readers(q_BNH, reader_URB), of_readers(q_BNH, reader_P1B)
-        prompt = page_attention(q_URNH, *prompt_pages[layer], live_U)
-        response = page_attention(q_P1NH, *closed[layer], live_P)
-        return combine([prompt, response, recent], entry_BX, dtype=q_BNH.dtype)
+        recent = xla.page_attention(q_BNH[:, None], *block, live_B)
+        q_URNH, q_P1NH = xla.of_readers(q_BNH, reader_URB), xla.of_readers(q_BNH, reader_P1B)
+        prompt = xla.page_attention(q_URNH, *prompt_pages[layer], live_U)
+        response = xla.page_attention(q_P1NH, *closed[layer], live_P)
+        return xla.combine([prompt, response, recent], entry_BX, dtype=q_BNH.dtype)
 
     return attend
 
 
-def _by_kernel(attend_pages, prompt_pages, pages, table: PageTable, windows):
+def _by_kernel(attend_pages, prompt_pages, pages, table: xla.PageTable, windows):
     """As `_by_pieces`, by a kernel that reads just the live pages."""
-    page_BX = page_order(table, page_tokens=pages[0][1].shape[2])
+    page_BX = xla.page_order(table, page_tokens=pages[0][1].shape[2])
     tokens = (table.prompt_tokens_B, table.response_tokens_B)
 
     def attend(q_BNH, block, live_B, *, layer):
