@@ -72,7 +72,6 @@ def token_policy_loss(
     `logp_RT`, `behavior_logp_RT`: [R, T] in nats; `advantage_RT`: [R, T] or [R, 1]. `dual_clip`
     is greater than 1; from e^20 = 4.9e8 on it never binds. Returns the loss to minimise, [R, T].
     """
-    advantage_RT = jnp.asarray(advantage_RT)
     ratio_RT = importance_ratio(logp_RT, behavior_logp_RT)
     unclipped_RT = -advantage_RT * ratio_RT
     clipped_RT = -advantage_RT * jnp.clip(ratio_RT, 1.0 - eps_low, 1.0 + eps_high)
@@ -97,7 +96,6 @@ def clip_indicators(
     r > dual_clip. Booleans [R, T]: no token is in two of them, and its gradient is zero. Padding is
     not masked out.
     """
-    advantage_RT = jnp.asarray(advantage_RT)
     ratio_RT = importance_ratio(logp_RT, behavior_logp_RT)
     return {
         "high": (advantage_RT > 0) & (ratio_RT > 1.0 + eps_high),

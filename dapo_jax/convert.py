@@ -74,8 +74,8 @@ def convert(
                 )
             require_finite(params, f"--from={source}")
             with _complete(to_path) as folder:
-                how = {"base": run_config.model.path, "dtype": dtype}
-                peft.save_peft(params, config, learning.lora, folder, **how)
+                base = run_config.model.path
+                peft.save_peft(params, config, learning.lora, folder, base=base, dtype=dtype)
             return f"{source} -> {target}: LoRA of rank {learning.lora.rank} in {dtype}"
         if learning.lora:
             params = learner.policy_weights(params, start, learning)
@@ -149,8 +149,8 @@ def _place(flag: str, value: str, kinds) -> tuple[str, epath.Path]:
 def main(_):
     given = flags.FLAGS
     families.load(given.family)
-    how = {"dtype": given.dtype, "step": given.step, "trust_code": given.trust_code}
-    print(convert(given["from"].value, given.to, **how))
+    source, trusts = given["from"].value, given.trust_code
+    print(convert(source, given.to, dtype=given.dtype, step=given.step, trust_code=trusts))
 
 
 if __name__ == "__main__":

@@ -51,7 +51,6 @@ class _Played:
     answers: list[list[Message]] = dataclasses.field(default_factory=list)
 
     def conversation(self) -> list[Message]:
-        """Lists what both sides said, in turn."""
         said = []
         for text, answer in itertools.zip_longest(self.turns, self.answers, fillvalue=()):
             said.append({"role": "assistant", "content": text})

@@ -119,8 +119,8 @@ def main(_):
             record.write_responses(workdir, f"{run.step}.{name}.{label}", groups)
 
     streams = components.eval_streams(config, run.tokenizer)
-    how = {"environments": components.environments(config, run.data, run.tokenizer)}
-    session = Session(run.programs.engine, run.weights, *streams, **how)
+    environments = components.environments(config, run.data, run.tokenizer)
+    session = Session(run.programs.engine, run.weights, *streams, environments=environments)
     with Evaluation(session, sets, first_stream=0) as evaluation:
         results = evaluation.finish(report=say, keep=keep)
     paths = record.write_own_results(workdir, run.step, results, settings)
@@ -128,8 +128,8 @@ def main(_):
     for name, scores in results.items():
         say(interval_line(name, scores, settings[name]))
         if (share := scores["no_answer_fraction"]) > 0.8:
-            how = {key: settings[name][key] for key in ("task", "template", "rules")}
-            say(f"{name}: {share:.0%} of the responses have no answer that is found by {how}")
+            reads = {key: settings[name][key] for key in ("task", "template", "rules")}
+            say(f"{name}: {share:.0%} of the responses have no answer that is found by {reads}")
     say(f"written to {' '.join(map(str, paths))}, the responses to .jsonl.gz beside it")
 
 

@@ -27,10 +27,10 @@ class Graded:
     is_informative: Callable[[Group], bool]
     prior_rate: float
     prior_groups: float
+    groups: dict[int, Group] = dataclasses.field(default_factory=dict)
+    informative: list[int] = dataclasses.field(default_factory=list)
 
     def __post_init__(self):
-        self.groups: dict[int, Group] = {}
-        self.informative: list[int] = []
         self.end = self.cursor
 
     def add(self, groups: Sequence[Group]) -> None:

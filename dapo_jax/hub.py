@@ -82,8 +82,10 @@ def _downloaded(key: str, name: str, revision: str | None, *, weights=True) -> t
     weights = weights and not file and key != "tokenizer.path"
     needed = "model*.safetensors" if weights else file if "*" in file else glob.escape(file)
     files = [needed] if file else [*OF_TOKENIZER, *(WEIGHTS if weights else ())]
-    how = {"repo_type": "dataset" if file else "model", "revision": revision}
-    call = functools.partial(library.snapshot_download, repo, allow_patterns=files, **how)
+    kind = "dataset" if file else "model"
+    call = functools.partial(
+        library.snapshot_download, repo, repo_type=kind, revision=revision, allow_patterns=files
+    )
     url = f"{library.constants.ENDPOINT}/{'datasets/' if file else ''}{repo}"
     what = f"{key} = {name!r}"
     library.utils.logging.set_verbosity_error()  # what it warns of is in our line

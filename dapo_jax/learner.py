@@ -7,7 +7,7 @@ letters: M micro-batches, B packed rows (dapo_jax.packing), T tokens.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,11 +18,11 @@ from flax import nnx, struct
 
 from configs.base import KEYS
 from dapo_jax.algorithm import importance_ratio, token_weights
-from dapo_jax.logprobs import chosen_logprobs, head_loss, head_loss_of_rows
+from dapo_jax.logprobs import Softmax, chosen_logprobs, head_loss, head_loss_of_rows
 from dapo_jax.losses import high_covariance, token_loss
 from dapo_jax.packing import into_micro_batches, pack
 from dapo_jax.process import hosts
-from dapo_jax.types import Batch, Group
+from dapo_jax.types import Batch, Group, Rollouts
 from models.kernels import Kernels
 from models.lora import Lora, adapted, beside
 from models.parameters import param_axes
@@ -220,6 +220,20 @@ def minibatch(groups, advantage_PG, learning: Learning, mesh) -> Batch:
     return hosts.place(make_batch(groups, advantage_PG, learning), shardings)
 
 
+def minibatches(
+    rollouts: Rollouts, advantage_PG: np.ndarray, learning: Learning, mesh
+) -> Iterator[Batch]:
+    """Makes the batches of a step's updates, one after the other, of its kept groups evenly.
+
+    Adam takes a full step whatever the mini-batch's size: one left-over group must not make one.
+    """
+    kept = rollouts.kept
+    updates = -(-len(kept) * advantage_PG.shape[1] // learning.update_responses)
+    for chosen in np.array_split(kept, updates) if updates else ():
+        groups = [rollouts.sampled[p] for p in chosen]
+        yield minibatch(groups, advantage_PG[chosen], learning, mesh)
+
+
 def abstract_batch(learning: Learning, row_tokens: int, mesh) -> Batch:
     """Stands for a batch on the mesh, with rows of one length, where an update is lowered."""
     shape = (num_micro(learning), learning.micro_batch_rows, row_tokens)
@@ -244,7 +258,7 @@ def forward(weights, adapters, micro: Batch, *, graph, mesh, learning: Learning)
     rules.require_whole_heads(weights["layers"]["k_DKH"].shape[-2], mesh.shape["model"])
     kernels, tokens = learning.kernels, micro.tokens_BT.shape[1]
     part = {"mesh": mesh, "tokens": tokens}
-    how = {
+    of_model = {
         "remat": learning.remat,
         "project": kernels.learn_product,
         # Unrolled, XLA for CPUs would keep what is to be recomputed.
@@ -260,14 +274,14 @@ def forward(weights, adapters, micro: Batch, *, graph, mesh, learning: Learning)
     }
     if adapters is not None:
         adapt = adapted if learning.compute_dtype == "float32" else beside
-        how["adapt"] = functools.partial(adapt, scale=learning.lora.scale)
+        of_model["adapt"] = functools.partial(adapt, scale=learning.lora.scale)
 
     def hidden(weights, adapters, tokens_BT, position_BT, segment_BT, branch_BT, *routes):
-        def attend(*qkv, window=None):
+        def attend(*qkv, window):
             return kernels.attend_rows(*qkv, segment_BT, branch_BT, position_BT, window)
 
         model = nnx.merge(graph, weights)
-        run = functools.partial(model.hidden, adapters=adapters, **how)
+        run = functools.partial(model.hidden, adapters=adapters, **of_model)
         if not routes:
             return run(tokens_BT, position_BT, attend)
         sampled_LBTA = jnp.moveaxis(routes[0], 2, 0)
@@ -277,10 +291,12 @@ def forward(weights, adapters, micro: Batch, *, graph, mesh, learning: Learning)
         return x_BTD, jnp.mean(~shared_LBTA.all(axis=-1), axis=0, dtype=jnp.float32)
 
     parameters = (weights, adapters or ())
-    specs = [rules.param_specs(mesh, param_axes(tree), tree, rules.LEARNER) for tree in parameters]
+    shardings = [
+        rules.param_shardings(mesh, param_axes(tree), tree, rules.LEARNER) for tree in parameters
+    ]
     rows_BT = (micro.tokens_BT, micro.position_BT, micro.segment_BT, micro.branch_BT)
     rows_BT += () if micro.route_BTLA is None else (micro.route_BTLA,)
-    run = rules.by_parts(hidden, mesh, params=specs, rows=len(rows_BT), tokens=tokens)
+    run = rules.by_parts(hidden, mesh, params=shardings, rows=len(rows_BT), tokens=tokens)
     x_BTD, differ_BT = run(*parameters, *rows_BT)
     return x_BTD, nnx.merge(graph, weights).head(), differ_BT
 
@@ -298,19 +314,23 @@ def micro_batch(batch: Batch, i) -> Batch:
 def micro_batch_loss(params, start_weights, micro: Batch, *, graph, mesh, learning: Learning):
     """Computes a micro-batch's share of the loss: (loss, {metric: sum over response tokens})."""
     run = functools.partial(forward, micro=micro, graph=graph, mesh=mesh, learning=learning)
-    head = {"temperature": learning.temperature, "vocab_size": learning.vocab_size, "mesh": mesh}
+    softmax = Softmax(learning.temperature, learning.vocab_size, mesh)
     x_BTD, head_DV, differ_BT = run(*weights_and_adapters(params, start_weights, learning))
     reference_logp_BT = None
     if learning.kl_coef > 0:
         of_start = run(start_weights, None)[:2]
-        reference_logp_BT, _ = chosen_logprobs(*of_start, micro.target_BT, **head)
+        reference_logp_BT, _ = chosen_logprobs(*of_start, micro.target_BT, softmax)
     of_token = {"num_micro": None, "route_BTLA": None, "reference_logp_BT": reference_logp_BT}
     micro = dataclasses.replace(micro, **of_token)
     evaluate = head_loss if learning.ratio == "token" else head_loss_of_rows
     loss_of = functools.partial(token_loss, learning=learning)
-    if learning.entropy_coef > 0:
-        head["entropy_weight"] = lambda token: -learning.entropy_coef * token.weight_BT
-    loss, *found, indicators = evaluate(x_BTD, head_DV, micro.target_BT, micro, loss_of, **head)
+
+    def bonus(token):
+        return -learning.entropy_coef * token.weight_BT
+
+    of_head = (x_BTD, head_DV, micro.target_BT, micro, loss_of, softmax)
+    weight = bonus if learning.entropy_coef > 0 else None
+    loss, *found, indicators = evaluate(*of_head, entropy_weight=weight)
     if differ_BT is not None:
         indicators = indicators | {"routes/differ": differ_BT}
     return loss, metric_sums(micro, *found, indicators)
@@ -322,14 +342,13 @@ def old_logprobs(params, start_weights, batch: Batch, *, graph, mesh, learning: 
     One forward pass a micro-batch. With algo.old_logprobs = "sampler" (GSPO's ratio, KL-Cov's
     penalty) tokens of earlier policies keep the sampler's.
     """
-
     policy = weights_and_adapters(params, start_weights, learning)
-    head = {"temperature": learning.temperature, "vocab_size": learning.vocab_size, "mesh": mesh}
+    softmax = Softmax(learning.temperature, learning.vocab_size, mesh)
 
     def of_micro_batch(i, old_logp_MBT):
         micro = micro_batch(batch, i)
         logits = forward(*policy, micro, graph=graph, mesh=mesh, learning=learning)[:2]
-        logp_BT, _ = chosen_logprobs(*logits, micro.target_BT, **head)
+        logp_BT, _ = chosen_logprobs(*logits, micro.target_BT, softmax)
         by_learner_BT = micro.is_on_policy_BT | (learning.old_logprobs == "learner")
         old_logp_BT = jnp.where(by_learner_BT, logp_BT, micro.behavior_logp_BT)
         return old_logp_MBT.at[i].set(old_logp_BT)
@@ -361,10 +380,11 @@ def update(state: TrainState, start_weights, batch: Batch, learning_rate, *, gra
     is measured against, in the compute dtype; else None.
     """
 
-    how = {"graph": graph, "mesh": mesh, "learning": learning}
-
     def loss_of(params, i):
-        return micro_batch_loss(params, start_weights, micro_batch(batch, i), **how)
+        micro = micro_batch(batch, i)
+        return micro_batch_loss(
+            params, start_weights, micro, graph=graph, mesh=mesh, learning=learning
+        )
 
     def accumulate(i, total):
         loss_and_gradient = jax.value_and_grad(loss_of, has_aux=True)

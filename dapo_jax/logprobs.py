@@ -6,6 +6,7 @@ a time on a device, of its rows and its part of the vocabulary; no [T, V] array 
 
 import functools
 import operator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,34 +30,31 @@ def sampling_logits(logits_BV, *, temperature, vocab_size, first_id):
     return jnp.where(id_V < vocab_size, logits_BV, MASKED)
 
 
-def chosen_logprobs(x_BTD, head_DV, target_BT, *, temperature, vocab_size, mesh: Mesh):
+class Softmax(NamedTuple):
+    """Says how logits become pi; vocab_size: the tokenizer's."""
+
+    temperature: float
+    vocab_size: int
+    mesh: Mesh
+
+
+def chosen_logprobs(x_BTD, head_DV, target_BT, softmax: Softmax):
     """Computes log pi(target) and the entropy of pi, float32 [B, T]; not to be differentiated."""
-    how = {"temperature": temperature, "vocab_size": vocab_size, "mesh": mesh}
 
     def local(x_BTD, head_DV, target_BT):
         def chunk(_, x_target):
-            pi = _Chosen(*x_target, head_DV, **how)
+            pi = _Chosen(*x_target, head_DV, softmax)
             return None, (pi.logp_C, pi.entropy_C)
 
         _, outputs = jax.lax.scan(chunk, None, _chunks((x_BTD, target_BT)))
         return _whole(outputs, target_BT.shape)
 
-    rows = rules.BATCH
-    split = rules.by_vocabulary(local, mesh, rows=1, outputs=(rows, rows))
+    split = rules.by_vocabulary(local, softmax.mesh, rows=1, outputs=(rules.BATCH, rules.BATCH))
     return split(x_BTD, head_DV.astype(x_BTD.dtype), target_BT)
 
 
 def head_loss(
-    x_BTD,
-    head_DV,
-    target_BT,
-    tokens,
-    token_loss,
-    *,
-    temperature,
-    vocab_size,
-    mesh: Mesh,
-    entropy_weight=None,
+    x_BTD, head_DV, target_BT, tokens, token_loss, softmax: Softmax, *, entropy_weight=None
 ):
     """Sums the tokens' losses: (sum, log pi(target), entropy of pi, the loss's indicators).
 
@@ -68,7 +66,7 @@ def head_loss(
     they take: three products with the head and not the four of one that is computed again (Chen et
     al. 2016, arXiv 1604.06174). They are summed in float32, over chunks and devices too.
     """
-    how = {"temperature": temperature, "vocab_size": vocab_size, "mesh": mesh}
+    mesh = softmax.mesh
 
     def local(x_BTD, head_DV, target_BT, *leaves):
         tokens_BT = jax.tree.unflatten(structure, leaves)
@@ -76,7 +74,7 @@ def head_loss(
         def chunk(carry, xs):
             loss, d_head_DV = carry
             x_CD, target_C, tokens_C = xs
-            pi = _Chosen(x_CD, target_C, head_DV, **how)
+            pi = _Chosen(x_CD, target_C, head_DV, softmax)
             loss_C, pull, indicators = jax.vjp(
                 lambda logp_C: token_loss(logp_C, tokens_C), pi.logp_C, has_aux=True
             )
@@ -125,7 +123,9 @@ def head_loss(
     return loss, *jax.lax.stop_gradient(chosen)
 
 
-def head_loss_of_rows(x_BTD, head_DV, target_BT, tokens, rows_loss, *, entropy_weight=None, **how):
+def head_loss_of_rows(
+    x_BTD, head_DV, target_BT, tokens, rows_loss, softmax: Softmax, *, entropy_weight=None
+):
     """Does what `head_loss` does, for a loss of a token that depends on others in its row.
 
     rows_loss(logp_BT, tokens) -> (loss_BT, indicators). A first pass gives all log-probabilities,
@@ -137,13 +137,17 @@ def head_loss_of_rows(x_BTD, head_DV, target_BT, tokens, rows_loss, *, entropy_w
         loss_BT, indicators = rows_loss(logp_BT, tokens)
         return jnp.sum(loss_BT), indicators
 
-    logp_BT, _ = chosen_logprobs(*jax.lax.stop_gradient((x_BTD, head_DV)), target_BT, **how)
+    logp_BT, _ = chosen_logprobs(*jax.lax.stop_gradient((x_BTD, head_DV)), target_BT, softmax)
     (loss, indicators), slope_BT = jax.value_and_grad(total, has_aux=True)(logp_BT)
     weight_BT = entropy_weight and entropy_weight(tokens)
-    how["entropy_weight"] = entropy_weight and operator.itemgetter(1)
-    both = (slope_BT, weight_BT)
     linear, logp_BT, entropy_BT, _ = head_loss(
-        x_BTD, head_DV, target_BT, both, lambda logp_C, both_C: (both_C[0] * logp_C, {}), **how
+        x_BTD,
+        head_DV,
+        target_BT,
+        (slope_BT, weight_BT),
+        lambda logp_C, both_C: (both_C[0] * logp_C, {}),
+        softmax,
+        entropy_weight=entropy_weight and operator.itemgetter(1),
     )
     if entropy_weight is not None:
         loss += jnp.sum(weight_BT * entropy_BT)
@@ -153,7 +157,8 @@ def head_loss_of_rows(x_BTD, head_DV, target_BT, tokens, rows_loss, *, entropy_w
 class _Chosen:
     """Holds what pi gives a chunk's tokens; head_DV is this device's part of the vocabulary."""
 
-    def __init__(self, x_CD, target_C, head_DV, *, temperature, vocab_size, mesh):
+    def __init__(self, x_CD, target_C, head_DV, softmax: Softmax):
+        temperature, vocab_size, mesh = softmax
         over = functools.partial(_over, "model", mesh=mesh)
         first_id = jax.lax.axis_index("model") * head_DV.shape[1]
         logits_CV = sampling_logits(

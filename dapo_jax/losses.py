@@ -136,39 +136,21 @@ def sampler_weight(token: Batch, *, cap: float):
 # Advantages: reward_PG, length_PG of the groups that a step trains on -> [P, G]; NumPy.
 
 
-def group_std(reward_PG, length_PG):
-    """Divides by the standard deviation in the group (Eq. 9)."""
-    return algorithm.group_advantage(reward_PG)
-
-
-def batch_std(reward_PG, length_PG):
-    """Divides by that of all responses (ScaleRL, 2510.13786, section 4; 2501.03262, Eq. 7)."""
-    return _whitened(algorithm.centred_reward(reward_PG), np.ones_like(length_PG))
-
-
-def token_whiten(reward_PG, length_PG):
-    """Makes mean 0 and deviation 1 over all tokens (REINFORCE++ baseline, 2501.03262, Eq. 6, 7)."""
-    return _whitened(algorithm.centred_reward(reward_PG), length_PG)
-
-
-def unscaled(reward_PG, length_PG):
-    """Divides by nothing (Dr. GRPO, 2503.20783, section 3.2)."""
-    return algorithm.centred_reward(reward_PG)
-
-
-def _whitened(value_PG, count_PG):
-    """Takes the mean away and divides by the unbiased deviation, each value counted so often."""
-    total = count_PG.sum()
+def whitened(reward_PG, count_PG):
+    """Gives centred rewards mean 0 and unbiased deviation 1, each counted so often."""
+    value_PG, total = algorithm.centred_reward(reward_PG), count_PG.sum()
     centred_PG = value_PG - (value_PG * count_PG).sum() / max(total, 1)
     variance = (centred_PG**2 * count_PG).sum() / max(total - 1, 1)
     return (centred_PG / (np.sqrt(variance) + algorithm.ADVANTAGE_EPSILON)).astype(value_PG.dtype)
 
 
 ADVANTAGES = {
-    "group_std": group_std,
-    "batch_std": batch_std,
-    "token_whiten": token_whiten,
-    "none": unscaled,
+    "group_std": lambda reward_PG, _: algorithm.group_advantage(reward_PG),  # Eq. 9
+    # Over all responses (ScaleRL, 2510.13786, section 4; 2501.03262, Eq. 7).
+    "batch_std": lambda reward_PG, length_PG: whitened(reward_PG, np.ones_like(length_PG)),
+    "token_whiten": whitened,  # over all tokens (REINFORCE++ baseline, 2501.03262, Eq. 6 and 7)
+    # Dr. GRPO, 2503.20783, section 3.2.
+    "none": lambda reward_PG, _: algorithm.centred_reward(reward_PG),
 }
 
 

@@ -9,6 +9,7 @@ the padding's id.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -136,15 +137,12 @@ def plan_update(
     Slightly longer rows may save a last micro-batch that is nearly empty.
     """
 
-    def plan(row_tokens: int) -> tuple[list[list[Piece]], int]:
-        how = {"row_tokens": row_tokens, "share_prompts": share_prompts}
-        return plan_rows(prompt_tokens_P, length_PG, **how), row_tokens
-
     def entries(planned: tuple[list[list[Piece]], int]) -> int:
         rows, row_tokens = planned
         return -(-len(rows) // micro_batch_rows) * micro_batch_rows * row_tokens
 
-    return min(map(plan, row_lengths), key=entries)
+    plan = functools.partial(plan_rows, prompt_tokens_P, length_PG, share_prompts=share_prompts)
+    return min(((plan(row_tokens=n), n) for n in row_lengths), key=entries)
 
 
 def into_micro_batches(batch: Batch, *, num_micro: int, rows: int) -> Batch:

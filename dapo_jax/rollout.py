@@ -67,19 +67,19 @@ def collect(
     if keeps and not plan.dynamic_sampling:
         expected_rate, counts = 1.0, lambda group: True
     graded = Graded(cursor, counts, prior_rate=expected_rate, prior_groups=plan.num_prompts / 4)
-    how = {"group_size": plan.group_size, "keeps": keeps}
+    submit = functools.partial(session.submit, group_size=plan.group_size, keeps=keeps)
     step = (AnyOrder if keeps else InOrder)(session, graded, cursor, plan, partial)
     ended, under_way = [], set(session.unfinished)
     for it in partial:
         if not any(it.unfinished_G):
             ended.append(Group(it.cursor, plan.prompt_at(it.cursor), it.responses))
         elif (TRAINING, it.cursor) not in under_way:
-            session.submit(it.cursor, plan.prompt_at(it.cursor), partial=it, **how)
+            submit(it.cursor, plan.prompt_at(it.cursor), partial=it)
     with Grading(plan.grade) as grading:
         graded.add([*grading.exchange(ended), *grading.exchange([])])
         while not step.has_enough():
             for place in step.prompts():
-                session.submit(place, plan.prompt_at(place), **how)
+                submit(place, plan.prompt_at(place))
             found = f"{len(graded.informative)} informative of {len(graded.groups)} groups"
             report(f"rollout: {found}, {plan.num_prompts} wanted")
             done = session.step(more=step.wants_more()) if session.unfinished else []
@@ -178,7 +178,7 @@ class AnyOrder(InOrder):
     def due(self) -> set[int]:
         """The cursors of the groups that may go on no more."""
         most = self.plan.partial_rollout_steps
-        return {it.cursor for it in self.partial if it.age_steps >= most}
+        return {it.cursor for it in self.partial if len(it.responses[0].ends) >= most}
 
     def has_enough(self) -> bool:
         """Returns whether enough groups are complete, and none that is waited for is not."""
@@ -211,13 +211,12 @@ class AnyOrder(InOrder):
         groups = self.graded.groups
         extra = {*self.graded.informative[self.plan.num_prompts :]} - self.due
         sampled = [groups[place] for place in sorted(groups.keys() - extra)]
-        go_on = [*self.session.pause(TRAINING), *(_complete(groups[place]) for place in extra)]
+        go_on = [*self.session.pause(), *(_complete(groups[place]) for place in extra)]
         next_cursor = self.cursor + self.issued
         return sampled, next_cursor, sorted(go_on, key=operator.attrgetter("cursor"))
 
 
 def _complete(group: Group) -> PartialGroup:
-    """Carries a group of which all responses have ended."""
     responses = tuple(response.continued() for response in group.responses)
     return PartialGroup(group.cursor, responses, (False,) * len(responses))
 
@@ -256,11 +255,11 @@ def rollout_stats(
 ) -> RolloutStats:
     """Adds up the session's blocks: the tokens of training, the work of all streams."""
     blocks = session.blocks
-    steps_N = np.array([block.steps * len(block.useful_B) for block in blocks], int)
-    busy_N = np.array([block.useful_B.sum() for block in blocks], int)
+    steps_N = np.array([block.steps * block.slots for block in blocks], int)
+    busy_N = np.array([block.useful_N.sum() for block in blocks], int)
     waiting_N = np.array([block.waiting for block in blocks], bool)
     return RolloutStats(
-        sampled_tokens=sum(int(b.useful_B[b.stream_B == TRAINING].sum()) for b in blocks),
+        sampled_tokens=sum(int(b.useful_N[b.stream_N == TRAINING].sum()) for b in blocks),
         decode_steps=sum(block.steps for block in blocks),
         slot_steps=int(steps_N.sum()),
         busy_slot_steps=int(busy_N.sum()),
@@ -271,12 +270,3 @@ def rollout_stats(
         cache_use=max((block.cache_use for block in blocks), default=0.0),
         seconds=session.seconds | grading_seconds,
     )
-
-
-def minibatches(kept: np.ndarray, *, groups_per_update: int) -> list[np.ndarray]:
-    """Splits kept groups into consecutive chunks of at most `groups_per_update`, evenly.
-
-    Adam takes a full step whatever the mini-batch's size: one left-over group must not make one.
-    """
-    chunks = -(-len(kept) // groups_per_update)
-    return np.array_split(kept, chunks) if chunks else []

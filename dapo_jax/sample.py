@@ -65,13 +65,13 @@ def answers(
     return list(finished[0].responses)
 
 
-def answer(run: Policy, sampling: Sampling, prompt: Prompt, *, n: int, **how) -> None:
-    """Samples the responses and prints them."""
+def answer(run: Policy, sampling: Sampling, prompt: Prompt, **asked) -> None:
+    """Samples the responses and prints them; asked: as of `answers`."""
     start = time.perf_counter()
-    responses = answers(run, sampling, prompt, n=n, **how)
+    responses = answers(run, sampling, prompt, **asked)
     for i, response in enumerate(responses, start=1):
         text = printable_lines(shown(response, run.tokenizer))
-        print(f"--- {i} of {n}\n{text}" if i > 1 else text, flush=True)
+        print(f"--- {i} of {len(responses)}\n{text}" if i > 1 else text, flush=True)
     seconds, tokens = time.perf_counter() - start, sum(int(r.sampled_T.sum()) for r in responses)
     cut = sum(not response.stopped for response in responses)
     note = f", {cut} cut at --max_tokens={sampling.max_response_tokens}" if cut else ""
@@ -173,8 +173,9 @@ def main(_):
         sys.stdin.reconfigure(errors="replace")
     start = time.perf_counter()
     run, asked, environments = load(given.prompt, n=given.n)
-    how = {it: given[it].value for it in ("temperature", "top_p", "top_k") if given[it].present}
-    sampling = components.sampling(run.config, run.tokenizer, **how)
+    names = [it for it in ("temperature", "top_p", "top_k") if given[it].present]
+    changes = {name: given[name].value for name in names}
+    sampling = components.sampling(run.config, run.tokenizer, **changes)
     run.programs.engine.compile(sampling)
     say = {"n": given.n, "seed": given.seed, "environments": environments}
     print(f"ready after {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)

@@ -155,15 +155,8 @@ def advantage(config, rollouts, reward_PG):
 
 def update(run: start.Run, state: learner.TrainState, rollouts, advantage_PG, rate: float):
     """(state, each update's metrics) after one pass over the kept groups."""
-    how, updates = run.programs.learning, []
-    per_update = run.config.rollout.num_prompts // run.config.updates_per_step
-    chunks = rollout.minibatches(rollouts.kept, groups_per_update=per_update)
-    batches = (
-        learner.minibatch(
-            [rollouts.sampled[p] for p in chosen], advantage_PG[chosen], how, run.programs.mesh
-        )
-        for chosen in chunks
-    )
+    programs, updates = run.programs, []
+    batches = learner.minibatches(rollouts, advantage_PG, programs.learning, programs.mesh)
     if run.old_logprobs:  # of all of them, before the first update
         policy = (state.params, run.start_weights)
         batches = [
@@ -171,7 +164,7 @@ def update(run: start.Run, state: learner.TrainState, rollouts, advantage_PG, ra
             for batch in batches
         ]
     for i, batch in enumerate(batches):
-        run.record.display.phase(f"update: {i + 1}/{len(chunks)}")
+        run.record.display.phase(f"update: {i + 1}/{run.config.updates_per_step}")
         state, found = run.update(state, run.start_weights, batch, rate)
         # The host is one ahead: it packs while the devices take the update before.
         jax.block_until_ready(updates[-1:])

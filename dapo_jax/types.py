@@ -175,11 +175,6 @@ class PartialGroup:
     unfinished_G: tuple[bool, ...]
 
     @property
-    def age_steps(self) -> int:
-        """Counts the steps since the one in which it began."""
-        return len(self.responses[0].ends)
-
-    @property
     def ended(self) -> list[Response | None]:
         """Lists the responses that have ended; None for the others."""
         pairs = zip(self.responses, self.unfinished_G, strict=True)
@@ -195,16 +190,15 @@ class PartialGroup:
 class BlockRecord:
     """The record of one block of decode steps, for the metrics.
 
-    stream_B, cursor_B, sample_B: of the request in each slot of all shards; the cursor is -1 in a
-    free one. useful_B: tokens of its response that each slot sampled; steps: the most of them.
-    waiting: whether requests were left to fill slots with.
+    steps: of decoding; slots: of all shards. stream_N, useful_N: of each occupied slot the stream
+    of its request, and the tokens of its response that it sampled. waiting: whether requests were
+    left to fill slots with.
     """
 
     steps: int
-    stream_B: np.ndarray
-    cursor_B: np.ndarray
-    sample_B: np.ndarray
-    useful_B: np.ndarray
+    slots: int
+    stream_N: np.ndarray
+    useful_N: np.ndarray
     waiting: bool
     cache_use: float
 

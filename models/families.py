@@ -32,7 +32,7 @@ def register(config: type[ModelConfig], presets: Mapping[str, ModelConfig]) -> N
     Raises ValueError where another module has registered that model_type.
     """
     family = Family(config, presets, config.__module__)
-    first = _FAMILIES.setdefault(config.model_type, family)
+    first = _FAMILIES.get(config.model_type, family)
     if first.module != family.module:
         raise ValueError(
             f"{family.module} registers model_type {config.model_type!r}, which {first.module} has "

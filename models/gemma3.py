@@ -23,8 +23,7 @@ TEXT = re.compile(r"^(language_model\.model|model\.language_model)\.")
 IMAGES = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector)\.")
 
 
-def _norm(name: str, tensor: str):
-    return dataclasses.replace(norm(name, tensor), init=zeros)
+_norm = functools.partial(norm, init=zeros)
 
 
 class Gemma3Layer(Qwen3Layer):
@@ -54,15 +53,10 @@ class Gemma3Layer(Qwen3Layer):
             q_BTNH = q_BTNH * (c.head_dim / c.query_scalar) ** 0.5
         return q_BTNH, k_BTKH, v_BTKH
 
-    def behind_attention(self, out_BTD):
-        """Norms what attention adds, which the backward pass may keep."""
-        out_BTD = checkpoint_name(out_BTD, PRODUCT)
-        return self.norm(out_BTD, self.attn_out_norm_D[...], eps=self.config.rms_norm_eps)
-
-    def behind_feed_forward(self, out_BTD):
-        """Norms what the feed-forward adds, which the backward pass may keep."""
-        out_BTD = checkpoint_name(out_BTD, PRODUCT)
-        return self.norm(out_BTD, self.mlp_out_norm_D[...], eps=self.config.rms_norm_eps)
+    def added(self, out_BTD, part):
+        """Norms what attention or feed-forward adds, which the backward pass may keep."""
+        scale_D = getattr(self, f"{part}_out_norm_D")[...]
+        return self.norm(checkpoint_name(out_BTD, PRODUCT), scale_D, eps=self.config.rms_norm_eps)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,15 +21,8 @@ import numpy as np
 from etils import epath
 from flax import nnx
 
-from models import hf_stream
-from models.hf_config import (
-    CONFIG_FILE,
-    config_json,
-    listing,
-    load_config,
-    read_json,
-    write_json,
-)
+from models import hf_config, hf_stream
+from models.hf_config import CONFIG_FILE
 from models.hf_stream import FILE_DTYPES, PIECE_VALUES, FileTensor
 from models.parameters import EMBED, HEAD, ModelConfig, Parameter
 from models.transformer import Transformer, abstract_params
@@ -52,7 +45,7 @@ def load_hf(path, *, dtype="float32") -> Transformer:
 
     Raises as `load_config` and `load_params` do.
     """
-    config = load_config(path)
+    config = hf_config.load_config(path)
     graph, _ = abstract_params(config)
     return nnx.merge(graph, load_params(path, config, dtype=dtype))
 
@@ -114,13 +107,12 @@ def save_hf(
     not compute with: bos_token_id and eos_token_id (null otherwise), max_position_embeddings (32768
     otherwise).
 
-    Raises FileExistsError where the directory already holds a model, and ValueError for an extra
-    key that would contradict the config.
+    Raises FileExistsError where the directory already holds a model.
     """
     from huggingface_hub import split_state_dict_into_shards_factory  # which few starts need
 
     path, dtype = epath.Path(path), jnp.dtype(dtype)
-    content = config_json(config, dtype, extra_config or {})
+    content = hf_config.config_json(config, dtype, extra_config or {})
     old = sorted(p.name for p in [*path.glob("*.safetensors*"), *path.glob(CONFIG_FILE)])
     if old:
         raise FileExistsError(
@@ -144,8 +136,8 @@ def save_hf(
         hf_stream.write(path / file, shapes, dtype, arrays)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        write_json(path / INDEX_FILE, index)
-    write_json(path / CONFIG_FILE, content)  # last: with it the directory is complete
+        hf_config.write_json(path / INDEX_FILE, index)
+    hf_config.write_json(path / CONFIG_FILE, content)  # last: with it the directory is complete
 
 
 def _tensors(config) -> Iterator[tuple[str, tuple[int, ...], Parameter, tuple[int, ...]]]:
@@ -165,7 +157,6 @@ def _tensors(config) -> Iterator[tuple[str, tuple[int, ...], Parameter, tuple[in
 
 
 def _load(found, parameter, shape, config, dtype, sharding):
-    """Loads one parameter as a global array, from its tensors in the files (one a layer)."""
     sizes, axes = config.axis_sizes, parameter.axes.removeprefix(parameter.numbered)
     stored = parameter.layout.replace(" ", "")
     leading = len(shape) - len(axes)
@@ -225,7 +216,6 @@ def _to_file(array, parameter, config, dtype):
 
 
 def _fetched(params, leaf, layer=None):
-    """Fetches a host array: a parameter, or a layer of a stacked one."""
     array = params[leaf] if layer is None else params["layers"][leaf]
     if isinstance(array, np.ndarray):
         return array if layer is None else array[layer]
@@ -243,7 +233,7 @@ def _headers(path, config: ModelConfig) -> dict[str, FileTensor]:
     if (path / WEIGHTS_FILE).exists():
         files = [path / WEIGHTS_FILE]
     elif index_file.exists():
-        weight_map = read_json(index_file).get("weight_map")
+        weight_map = hf_config.read_json(index_file).get("weight_map")
         if not weight_map:
             raise ValueError(f"{index_file}: weight_map is {weight_map}, but must name files")
         files = [path / name for name in sorted(set(weight_map.values()))]
@@ -252,7 +242,8 @@ def _headers(path, config: ModelConfig) -> dict[str, FileTensor]:
             raise FileNotFoundError(f"{path} lacks {_listed(absent, ', ')}, named in {INDEX_FILE}")
     else:
         raise FileNotFoundError(
-            f"{path} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; it holds {listing(path)}"
+            f"{path} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; it holds "
+            f"{hf_config.listing(path)}"
         )
     found = {
         own: tensor
@@ -291,7 +282,6 @@ def _of_stack(found, stack, parameters, layer, config) -> dict[str, FileTensor]:
 
 
 def _listed(texts: list[str], separator: str) -> str:
-    """Joins texts for a message, the first MAX_LISTED of them."""
     more = f" and {len(texts) - MAX_LISTED} more" if len(texts) > MAX_LISTED else ""
     return separator.join(texts[:MAX_LISTED]) + more
 

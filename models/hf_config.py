@@ -33,22 +33,14 @@ NEUTRAL_ROPE = {"truncate": True, "partial_rotary_factor": 1}
 # does. What a family computes beside that is in its `computes`.
 NEUTRAL = {
     "partial_rotary_factor": (1,),
-    "rotary_pct": (1,),
     "is_causal": (True,),
     "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),
     "mlp_bias": (False,),
     "num_experts": (0,),
     "num_local_experts": (0,),
-    "n_routed_experts": (0,),
     "attn_logit_softcapping": (),
     "final_logit_softcapping": (),
-    "clip_qkv": (),
-    "logit_scale": (1,),
-    "logits_scaling": (1,),
-    "embedding_multiplier": (1,),
-    "residual_multiplier": (1,),
-    "no_rope_layers": ([],),
     "pruned_heads": ({},),
     "quantization_config": (),
     "compression_config": (),
@@ -120,7 +112,11 @@ def listing(folder: epath.Path) -> str:
 
 def config_of(raw: Mapping[str, Any]) -> ModelConfig:
     """Makes the config of config.json's content; raises ValueError as `load_config` does."""
-    family = _family(raw)
+    known, name = families.known(), raw.get("model_type")
+    if name not in tuple(known):
+        rule = f"must be {' or '.join(map(repr, known))}; model.family names others"
+        _refuse("model_type", name, rule)
+    family = known[name].config
     raw = family.plain(raw)
     _check_computed(raw, family)
     rope_theta, rope_scaling = _rope(raw, default_theta=family.defaults["rope_theta"])
@@ -138,13 +134,11 @@ def config_of(raw: Mapping[str, Any]) -> ModelConfig:
     head_dim = _number({"head_dim": width // heads} | raw, "head_dim", whole=True)
     if head_dim % 2:
         _refuse("head_dim", head_dim, "must be even for rotary embeddings")
-    if not isinstance(raw["tie_word_embeddings"], bool):
-        _refuse("tie_word_embeddings", raw["tie_word_embeddings"], "must be true or false")
     sizes |= {field: _own(raw, key, family.defaults[key]) for field, key in family.keys.items()}
     return family(
         **sizes,
         head_dim=head_dim,
-        tie_embeddings=raw["tie_word_embeddings"],
+        tie_embeddings=_own(raw, "tie_word_embeddings", False),
         rope_theta=rope_theta,
         rms_norm_eps=_number(raw, "rms_norm_eps"),
         rope_scaling=rope_scaling,
@@ -153,7 +147,6 @@ def config_of(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def _windows(raw: Mapping[str, Any], family: type[ModelConfig]) -> tuple[int | None, ...]:
-    """Reads each layer's window; refuses layers that the family does not have."""
     types, computed = raw.get("layer_types"), family.layer_types(raw)
     if computed != (types or computed):
         _refuse("layer_types", types, f"only {computed!r:.200} is supported")
@@ -168,14 +161,6 @@ def _windows(raw: Mapping[str, Any], family: type[ModelConfig]) -> tuple[int | N
     return tuple(window if kind == SLIDING else None for kind in computed)
 
 
-def _family(raw: Mapping[str, Any]) -> type[ModelConfig]:
-    model_types = families.known()
-    if raw.get("model_type") not in tuple(model_types):
-        rule = f"must be {' or '.join(map(repr, model_types))}; model.family names others"
-        _refuse("model_type", raw.get("model_type"), rule)
-    return model_types[raw["model_type"]].config
-
-
 def _check_computed(raw: Mapping[str, Any], family: type[ModelConfig]) -> None:
     """Refuses the keys with which transformers computes something else than the family."""
     for key, value in family.computes.items():
@@ -183,13 +168,8 @@ def _check_computed(raw: Mapping[str, Any], family: type[ModelConfig]) -> None:
         if given != value and (given or value):  # null is false
             _refuse(key, given, f"only {value!r} is supported")
     for key, values in NEUTRAL.items():
-        if key in family.keys.values():
-            continue
-        if raw.get(key) is not None and raw[key] not in values:
+        if key not in family.keys.values() and raw.get(key) not in (None, *values):
             _refuse(key, raw[key], f"only {' or '.join(map(repr, values)) or 'null'} is supported")
-    biases = any(parameter.tensor.endswith("q_proj.bias") for parameter in family.layer.parameters)
-    if raw.get("attention_bias") and not biases:
-        _refuse("attention_bias", raw["attention_bias"], "only False is supported")
     architectures = raw.get("architectures") or [family.architecture]
     if not isinstance(architectures, list) or family.architecture not in architectures:
         _refuse("architectures", architectures, f"only {family.architecture!r} is supported")
@@ -227,7 +207,6 @@ def _rope(raw: Mapping[str, Any], *, default_theta: float) -> tuple[float, RopeS
 
 
 def _scaling(key: str, given: Mapping[str, Any]) -> RopeScaling | None:
-    """Reads the scaling of rotary angles; None: unscaled."""
     rope = {name: v for name, v in given.items() if v is not None and name != "rope_theta"}
     kinds = [rope.pop(name) for name in ("rope_type", "type") if name in rope] or ["default"]
     kind = kinds[0]
@@ -247,10 +226,7 @@ def _scaling(key: str, given: Mapping[str, Any]) -> RopeScaling | None:
 
 
 def config_json(config: ModelConfig, dtype: np.dtype, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Makes the content of config.json for weights of `dtype`.
-
-    extra: more keys. Raises ValueError for one that the model decides.
-    """
+    """Makes the content of config.json for weights of `dtype`; extra: more keys."""
     fixed = {
         "architectures": [config.architecture],
         "model_type": config.model_type,
@@ -271,18 +247,8 @@ def config_json(config: ModelConfig, dtype: np.dtype, extra: Mapping[str, Any]) 
     if config.rope_scaling:
         entries = dataclasses.asdict(config.rope_scaling)
         fixed["rope_scaling"] = {name: v for name, v in entries.items() if v is not None}
-    clash = sorted(set(fixed) & set(extra))
-    if clash:
-        raise ValueError(f"extra_config gives {', '.join(clash)}, which the model decides")
-    free = {
-        "attention_dropout": 0.0,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "initializer_range": 0.02,
-        "max_position_embeddings": 32768,
-        "use_cache": True,
-    }
-    return fixed | free | dict(extra)
+    free = {"bos_token_id": None, "eos_token_id": None, "max_position_embeddings": 32768}
+    return free | dict(extra) | fixed
 
 
 def write_json(file, value):
@@ -305,9 +271,7 @@ def _own(raw: Mapping[str, Any], key: str, default: float):
 
 def _number(raw: Mapping[str, Any], key: str, *, whole: bool = False):
     """Reads a positive number, as a float; whole: an integer."""
-    value, kinds, rule = raw.get(key), int | float, "must be a positive number"
-    if whole:
-        kinds, rule = int, "must be a positive integer"
+    value, kinds = raw.get(key), int if whole else int | float
     if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
-        _refuse(key, value, rule)
+        _refuse(key, value, f"must be a positive {'integer' if whole else 'number'}")
     return value if whole else float(value)

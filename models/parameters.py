@@ -96,14 +96,12 @@ def matrix(name: str, tensor: str, layout: str) -> Parameter:
 
 def bias(name: str, tensor: str) -> Parameter:
     """Declares a bias of every layer."""
-    letters = axis_letters(name)
-    return Parameter(name, f"model.layers.{{}}.{tensor}.bias", letters, zeros)
+    return Parameter(name, f"model.layers.{{}}.{tensor}.bias", axis_letters(name), zeros)
 
 
-def norm(name: str, tensor: str) -> Parameter:
+def norm(name: str, tensor: str, init: Callable = ones) -> Parameter:
     """Declares the scale of a norm of every layer."""
-    letters = axis_letters(name)
-    return Parameter(name, f"model.layers.{{}}.{tensor}.weight", letters, ones)
+    return Parameter(name, f"model.layers.{{}}.{tensor}.weight", axis_letters(name), init)
 
 
 EMBED = Parameter("embed_VD", "model.embed_tokens.weight", "V D")

@@ -8,7 +8,8 @@ of its rows, and the sums are added up as those of a feed-forward that is split.
 
 import dataclasses
 import functools
-from types import MappingProxyType
+from collections.abc import Mapping
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -122,14 +123,12 @@ class Qwen3MoeConfig(Qwen3Config):
     model_type = "qwen3_moe"
     architecture = "Qwen3MoeForCausalLM"
     computes = Qwen3Config.computes | {"decoder_sparse_step": 1, "mlp_only_layers": []}
-    keys = MappingProxyType(
-        {
-            "num_experts": "num_experts",
-            "experts_per_token": "num_experts_per_tok",
-            "expert_width": "moe_intermediate_size",
-            "norm_topk": "norm_topk_prob",
-        }
-    )
+    keys: ClassVar[Mapping[str, str]] = {
+        "num_experts": "num_experts",
+        "experts_per_token": "num_experts_per_tok",
+        "expert_width": "moe_intermediate_size",
+        "norm_topk": "norm_topk_prob",
+    }
     defaults = ModelConfig.defaults | {
         "intermediate_size": 6144,
         "num_experts": 128,
@@ -137,12 +136,10 @@ class Qwen3MoeConfig(Qwen3Config):
         "moe_intermediate_size": 768,
         "norm_topk_prob": False,
     }
-    stacks = MappingProxyType(
-        {
-            "model.layers.{}.mlp.experts.gate_up_proj": ("gate_EDY", "up_EDY"),
-            "model.layers.{}.mlp.experts.down_proj": ("down_EYD",),
-        }
-    )
+    stacks: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "model.layers.{}.mlp.experts.gate_up_proj": ("gate_EDY", "up_EDY"),
+        "model.layers.{}.mlp.experts.down_proj": ("down_EYD",),
+    }
 
     def __post_init__(self):
         if not self.experts_per_token <= self.num_experts <= MOST_EXPERTS:

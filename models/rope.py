@@ -7,7 +7,6 @@ frequencies as a model's config.json says. The fields are named as its keys.
 """
 
 import dataclasses
-import difflib
 import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -31,7 +30,6 @@ class Llama3Scaling:
 
         The published code of Llama 3.1 (meta-llama/llama-models, apply_scaling).
         """
-        del theta
         low, high = self.low_freq_factor, self.high_freq_factor
         turns_H = self.original_max_position_embeddings * frequency_H / (2 * math.pi)
         kept_H = jnp.clip((turns_H - low) / (high - low), 0, 1)
@@ -48,7 +46,6 @@ class LinearScaling:
 
     def frequencies(self, frequency_H, *, theta: float):
         """Divides frequency_H by the factor (section 2.3: positions over it)."""
-        del theta
         return frequency_H / self.factor
 
 
@@ -103,18 +100,10 @@ def scaling_of(entries: Mapping[str, Any]) -> RopeScaling:
 
     Raises ValueError for keys that are missing or unknown, and for wrong numbers.
     """
-    kind = SCALINGS[entries["rope_type"]]
-    fields = {field.name: field for field in dataclasses.fields(kind)}
-    unknown = sorted(entries.keys() - fields.keys())
-    if unknown:
-        near = difflib.get_close_matches(unknown[0], fields, n=1)
-        hint = f" (transformers ignores it; take it out, or write {near[0]})" if near else ""
-        raise ValueError(f"{', '.join(unknown)} is not computed{hint}")
-    needed = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
-    if needed - entries.keys():
-        missing = ", ".join(sorted(needed - entries.keys()))
-        raise ValueError(f"{entries['rope_type']} needs {missing}")
     for name, value in entries.items():
         if name != "rope_type" and not (isinstance(value, int | float) and value > 0):
             raise ValueError(f"{name} must be a positive number")
-    return kind(**entries)
+    try:
+        return SCALINGS[entries["rope_type"]](**entries)
+    except TypeError as error:  # it names the key that is missing, or not computed
+        raise ValueError(str(error)) from error

@@ -145,12 +145,8 @@ class Layer(nnx.Module):
         """Returns float32 queries, keys and values; a family may change them, as in biases."""
         return q_BTNH, k_BTKH, v_BTKH
 
-    def behind_attention(self, out_BTD):
-        """Returns what is added to the layer's input; a family may change it, as by a norm."""
-        return out_BTD
-
-    def behind_feed_forward(self, out_BTD):
-        """Returns what is added behind attention; a family may change it, as by a norm."""
+    def added(self, out_BTD, part: str):
+        """Returns what part "attn" or "mlp" adds; a family may change it, as by a norm."""
         return out_BTD
 
     def feed_forward(self, h_BTD, times, *, weights: Weights, axis: str | None, routes):
@@ -214,12 +210,13 @@ class Layer(nnx.Module):
         out, o = out.reshape(*out.shape[:2], -1), self.o_NHD[...]
         o = o.reshape(-1, o.shape[-1])
         out = reduce(times(jnp.einsum, "BTZ,ZD->BTD", out, o, "o"))
-        x_BTD = x_BTD + self.behind_attention(out)
+        x_BTD = x_BTD + self.added(out, "attn")
         x_BTD = checkpoint_name(x_BTD, PRODUCT)
         h = gather(self.norm(x_BTD, self.mlp_norm_D[...], eps=eps).astype(dtype))
-        how = {"weights": weights, "axis": axis, "routes": routes}
-        out, chosen = self.feed_forward(h, functools.partial(times, project), **how)
-        return x_BTD + self.behind_feed_forward(reduce(out)), kept, chosen
+        out, chosen = self.feed_forward(
+            h, functools.partial(times, project), weights=weights, axis=axis, routes=routes
+        )
+        return x_BTD + self.added(reduce(out), "mlp"), kept, chosen
 
 
 class Transformer(nnx.Module):
@@ -263,9 +260,9 @@ class Transformer(nnx.Module):
     ):
         """Computes normed last hidden states: (x_BTD, chosen_LBTA).
 
-        attend(q_BTNH, k_BTKH, v_BTKH) -> out_BTNH; layers with a window give it that too, as
-        `window`. Where layers differ in kind the scan carries each one's, and only that kind's
-        attention is executed. The hidden states are rounded as `weights` says. remat: a name of
+        attend(q_BTNH, k_BTKH, v_BTKH, window=) -> out_BTNH; window: the layer's, None without one.
+        Where layers differ in kind the scan carries each one's, and only that kind's attention is
+        executed. The hidden states are rounded as `weights` says. remat: a name of
         REMAT, what of a layer is kept for the backward pass. project, gather, reduce and weights:
         the layer's. axis: the mesh axis over which heads, feed-forward, experts and vocabulary are
         split, or None. unroll: unroll the layers instead of scanning them. adapt(a layer's
@@ -279,22 +276,22 @@ class Transformer(nnx.Module):
         for p in self.config.layer.parameters:
             if " " not in p.layout:  # biases and scales, which no product reads
                 layers[p.name] = rounded(layers[p.name], weights.dtype_of(layers[p.name]))
-        how = {"gather": gather, "reduce": reduce, "project": project}
-        how |= {"weights": weights, "axis": axis}
+        of_layer = {"gather": gather, "reduce": reduce, "project": project}
+        of_layer |= {"weights": weights, "axis": axis}
 
         def through_layers(x_BTD, cos_sin_of):
             kinds, cos_sins = list(cos_sin_of), list(cos_sin_of.values())
-            attends = [_with_window(attend, kind.window) for kind in kinds]
+            attends = [functools.partial(attend, window=kind.window) for kind in kinds]
             number_L, stacked = None, None
             if len(kinds) > 1:
                 number_L = jnp.array([kinds.index(kind) for kind in self.config.kinds])
                 stacked = jax.tree.map(lambda *of_kinds: jnp.stack(of_kinds), *cos_sins)
 
-            def body(x_BTD, of_layer):
-                *params_and_adapters, routes, number = of_layer
+            def body(x_BTD, xs):
+                *params_and_adapters, routes, number = xs
                 x_BTD = checkpoint_name(x_BTD, LAYER_INPUT)
                 own, factors = split_factors(adapt(*params_and_adapters))
-                run = functools.partial(nnx.merge(graph, own), factors=factors, **how)
+                run = functools.partial(nnx.merge(graph, own), factors=factors, **of_layer)
                 cos_sin, attend_one = cos_sins[0], attends[0]
                 if number is not None:
                     cos_sin = jax.tree.map(lambda of_kinds: of_kinds[number], stacked)
@@ -318,15 +315,11 @@ class Transformer(nnx.Module):
         segment_BT = jnp.ones_like(tokens_BT) if segment_BT is None else segment_BT
         mask_BTS = causal_mask(segment_BT)
 
-        def attend(q, k, v, window=None):
+        def attend(q, k, v, *, window):
             return attention(q, k, v, windowed(mask_BTS, window))
 
         x_BTD, _ = self.hidden(tokens_BT, segment_positions(segment_BT), attend)
         return logits(x_BTD, self.head())
-
-
-def _with_window(attend, window: int | None):
-    return attend if window is None else functools.partial(attend, window=window)
 
 
 def hidden_layer_by_layer(

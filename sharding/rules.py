@@ -14,21 +14,9 @@ import math
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-LEARNER = {
-    "vocab": "model",
-    "width": "data",
-    "heads": "model",
-    "kv_heads": "model",
-    "head_dim": None,
-    "mlp": "model",
-    "experts": "model",
-    "choices": None,
-    "expert_mlp": None,
-    "norm": None,
-    "layer": None,
-    "rank": None,
-}
-SAMPLER = LEARNER | {"width": None}
+# Axes that are not named are whole on every device.
+SAMPLER = dict.fromkeys(("vocab", "heads", "kv_heads", "mlp", "experts"), "model")
+LEARNER = SAMPLER | {"width": "data"}
 
 # Of arrays inside the learner: rows, the head, and what is the same everywhere.
 ROW_AXES = ("slice", "data")
@@ -44,7 +32,7 @@ def named_sharding(mesh: Mesh, axes, shape, rules) -> NamedSharding:
     """
     spec = []
     for axis, size in zip(axes, shape, strict=True):
-        mesh_axis = rules[axis]
+        mesh_axis = rules.get(axis)
         degree = 1 if mesh_axis is None else mesh.shape[mesh_axis]
         if size % degree and axis != "kv_heads":
             raise ValueError(
@@ -70,11 +58,6 @@ def param_shardings(mesh: Mesh, axes_tree, params, rules):
     return jax.tree.map(
         lambda leaf, axes: named_sharding(mesh, axes, leaf.shape, rules), params, axes_tree
     )
-
-
-def param_specs(mesh: Mesh, axes_tree, params, rules):
-    """Gives every parameter's PartitionSpec."""
-    return jax.tree.map(lambda s: s.spec, param_shardings(mesh, axes_tree, params, rules))
 
 
 def abstract(arrays, shardings):
@@ -109,13 +92,13 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def by_parts(local, mesh: Mesh, *, params, rows: int, tokens: int):
     """Maps local(*params, *rows_BT) -> (x_BTD, of_rows) over each device's rows and parameters.
 
-    params: trees of PartitionSpecs. rows: how many arrays rows_BT there are. tokens: of a row;
+    params: trees of shardings. rows: how many arrays rows_BT there are. tokens: of a row;
     x_BTD is what `split_sum` leaves, of_rows an array of whole rows or None.
     """
     return jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(*params, *[BATCH] * rows),
+        in_specs=(*jax.tree.map(lambda sharding: sharding.spec, params), *[BATCH] * rows),
         out_specs=(
             PartitionSpec(ROW_AXES, "model") if tokens_divide(mesh, tokens) else BATCH,
             BATCH,

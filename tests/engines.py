@@ -1,5 +1,6 @@
 """Small engines and what they sample: alone, beside others, over a step's end, and in a config."""
 
+import contextlib
 import dataclasses
 
 import jax
@@ -15,6 +16,7 @@ from dapo_jax.sampler import cache as cache_module
 from dapo_jax.sampler.cache import Cache
 from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.engine import Engine
+from dapo_jax.sampler.scheduler import Scheduler
 from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.setup import components
 from dapo_jax.types import Prompt
@@ -139,6 +141,20 @@ def sample_prompts(
     for cursor, prompt in prompts.items():
         session.submit(cursor, Prompt(prompt), group_size=group_size)
     return drain(session), session
+
+
+@contextlib.contextmanager
+def seen_plans():
+    """Lists the plans of the blocks that sessions decode meanwhile."""
+    plans, next_block = [], Scheduler.next_block
+
+    def seen(*arguments, **more):
+        plans.append(next_block(*arguments, **more))
+        return plans[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Scheduler, "next_block", seen)
+        yield plans
 
 
 def submit(session, group):

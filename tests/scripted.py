@@ -121,16 +121,16 @@ class ScriptedSession:
         plan = self._scheduler.next_block(more=more)
         self.prefilled_prompts += sum(np.sum(call.group_R >= 0) for call in plan.prefills)
         used_N = np.minimum(plan.left_N, self._scheduler.cache.block_tokens)
-        useful_B, stream_B = np.zeros((2, self._scheduler.cache.slots), int)
+        useful_B = np.zeros(self.slots, int)
         useful_B[plan.slot_N] = used_N
-        stream_B[plan.slot_N] = [self._names[number][0] for number in plan.group_N]
+        stream_N = np.array([self._names[number][0] for number in plan.group_N], int)
         before = set(self.unfinished)
         self._scheduler.complete(used_N, np.zeros(len(used_N), bool))
         finished = sorted(before - set(self.unfinished))
         self.calls.append(("step", *useful_B.tolist(), *(cursor for _, cursor in finished)))
         steps = int(useful_B.max())
-        columns = (stream_B, *[useful_B] * 3)
-        self.blocks.append(BlockRecord(steps, *columns, plan.waiting, plan.cache_use))
+        of_slots = (self.slots, stream_N, used_N)
+        self.blocks.append(BlockRecord(steps, *of_slots, plan.waiting, plan.cache_use))
         return [self._group(*name) for name in finished]
 
     def _group(self, stream: int, cursor: int) -> Group:
@@ -140,11 +140,11 @@ class ScriptedSession:
         made = (Response(np.full(n, cursor), np.zeros(n), True, ends=ends) for n, ends in pairs)
         return Group(cursor, prompt_at(cursor), tuple(made), stream)
 
-    def pause(self, stream: int) -> list[PartialGroup]:
+    def pause(self) -> list[PartialGroup]:
         taken, slots = [], self._scheduler.occupied
         for number in self._scheduler.unfinished:
             cursor, responses, unfinished_G = self._names[number][1], [], []
-            for g, ended in enumerate(self._group(stream, cursor).responses):
+            for g, ended in enumerate(self._group(0, cursor).responses):
                 more = (number, g) in slots or self._waits(number, g)
                 n = slots[number, g][2] if (number, g) in slots else max(ended.ends, default=0)
                 n = n if more else len(ended.tokens_T)

@@ -21,7 +21,7 @@ from states import assert_bitwise_equal, assert_restored, progress_at, restored,
 from dapo_jax.process import failures
 from dapo_jax.tasks.math_problems import MathProblems
 from dapo_jax.tasks.tokenizer import load_tokenizer
-from models import load_hf, save_hf
+from models.hf import load_hf, save_hf
 from models.hf_config import load_config
 from models.transformer import split
 

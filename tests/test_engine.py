@@ -25,6 +25,7 @@ from engines import (
     same_bits,
     sample_groups,
     sample_prompts,
+    seen_plans,
     submit,
     teacher_forced,
 )
@@ -162,14 +163,14 @@ def test_programs_of_other_sizes_change_no_bit():
     groups = [Asked(cursor, np.arange(3 + cursor % 5), (16,) * 8) for cursor in range(16)]
     alone, _ = sample_groups(engine, params, groups[:1])
     together, session = sample_groups(engine, params, groups)
-    assert max(np.sum(block.useful_B > 0) for block in session.blocks) == 128
+    assert max(np.sum(block.useful_N > 0) for block in session.blocks) == 128
     same_bits(alone, together)
 
 
 def test_neighbours_full_slots_and_restarts_change_no_bit_and_compile_nothing(runs):
     assert runs.together.keys() == runs.alone.keys()
     used = sum(len(response.tokens_T) for response in runs.together.values())
-    assert sum(int(block.useful_B.sum()) for block in runs.session.blocks) > used  # preempted
+    assert sum(int(block.useful_N.sum()) for block in runs.session.blocks) > used  # preempted
     same_bits(runs.together, runs.alone)
     programs = runs.engine._programs
     assert {name for name, *_ in programs} == {"prefill", "decode"}
@@ -182,12 +183,12 @@ def test_samples_that_change_shards_keep_every_bit(runs, monkeypatch):
     monkeypatch.setattr(plan, "BALANCE_SLACK", -1.0)
     cache = dataclasses.replace(TIGHT, slots=6, pages=40)
     engine, params = build(WIDE, cache, random_params(WIDE)[1], shards=4, **AS_TRAINED)
-    responses, session = sample_groups(engine, params, GROUPS)
+    with seen_plans() as plans:
+        responses, _ = sample_groups(engine, params, GROUPS)
     where = {}
-    for block in session.blocks:
-        for slot in np.flatnonzero(block.cursor_B >= 0).tolist():
-            request = int(block.cursor_B[slot]), int(block.sample_B[slot])
-            where.setdefault(request, set()).add(slot // cache.slots)
+    for block in plans:
+        for *request, shard in zip(block.group_N, block.sample_N, block.shard_N, strict=True):
+            where.setdefault(tuple(request), set()).add(shard)
     assert sum(len(shards) > 1 for shards in where.values()) >= 2
     same_bits(responses, runs.alone)
 

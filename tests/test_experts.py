@@ -184,7 +184,11 @@ def chosen(graph, params, tokens_BT):
     mask_BTS = causal_mask(jnp.ones_like(tokens_BT))
     position_BT = jnp.arange(tokens_BT.shape[1])[None]
     model = nnx.merge(graph, params)
-    return model.hidden(tokens_BT, position_BT, lambda q, k, v: attention(q, k, v, mask_BTS))[1]
+
+    def attend(*qkv, window):
+        return attention(*qkv, mask_BTS)
+
+    return model.hidden(tokens_BT, position_BT, attend)[1]
 
 
 def test_routes_are_those_that_the_sampler_took(small, monkeypatch):

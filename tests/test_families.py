@@ -12,7 +12,8 @@ from safetensors.numpy import load_file
 
 from configs import base
 from dapo_jax.setup import components
-from models import families, load_hf, save_hf
+from models import families
+from models.hf import load_hf, save_hf
 from models.transformer import split
 
 OUTSIDE = pathlib.Path(__file__).parent / "ext_models"

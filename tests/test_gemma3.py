@@ -12,7 +12,8 @@ from quick import jit, random_params
 from safetensors.numpy import load_file, save_file
 
 from dapo_jax.convert import convert
-from models import gemma3, load_hf, save_hf
+from models import gemma3
+from models.hf import load_hf, save_hf
 from models.hf_config import config_of, load_config, sees_images
 from models.kernels.packed import packed_attention
 from models.precision import Weights
@@ -60,7 +61,7 @@ def test_embeddings_are_multiplied_by_the_rounded_root_of_the_width():
     for name in ("o_NHD", "down_FD"):
         params["layers"][name] = np.zeros_like(params["layers"][name])
     tokens_BT = np.arange(4)[None]
-    how = {"attend": lambda q, k, v: q, "weights": Weights(dtype="bfloat16")}
+    how = {"attend": lambda q, k, v, window: q, "weights": Weights(dtype="bfloat16")}
     x_BTD, _ = jit(lambda: nnx.merge(graph, params).hidden(tokens_BT, tokens_BT, **how))()
     expected_BTD = params["embed_VD"][tokens_BT].astype(jnp.bfloat16).astype(np.float32) * 34 / 1e6
     np.testing.assert_allclose(x_BTD, expected_BTD.astype(jnp.bfloat16), rtol=1e-6)

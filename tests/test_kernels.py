@@ -393,7 +393,7 @@ def test_what_is_kept_for_the_backward_pass_is_not_computed_a_second_time():
 
     def computed(remat):
         def scalar(params):
-            attend = lambda *qkv: packed.packed_attention(*qkv, segment_BT, branch_BT)  # noqa: E731
+            attend = lambda *qkv, window: packed.packed_attention(*qkv, segment_BT, branch_BT)  # noqa: E731
             how = {"remat": remat, "weights": Weights(dtype="bfloat16")}
             x_BTD, _ = nnx.merge(graph, params).hidden(segment_BT, branch_BT, attend, **how)
             return jnp.sum(jnp.sin(x_BTD))
@@ -414,7 +414,7 @@ def near_pages(q_BNH, recent, recent_tokens_B, *given, window):
     response_BX = jnp.take_along_axis(page_BX, place_BX, axis=1)
     table = PageTable(page_BX, response_BX, prompt_tokens_B, tokens_B, None)
     pools = ([jnp.nan_to_num(a, nan=9.0) for a in pool] for pool in (prompt_pool, pool))
-    return xla.NearPages(*pools, table, window=window).attend(q_BNH, recent, recent_tokens_B)
+    return xla.near_attention(*pools, table, window=window)(q_BNH, recent, recent_tokens_B)
 
 
 TINY = {"head_dim": 16, "page_tokens": 16}

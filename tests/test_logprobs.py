@@ -8,7 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax.logprobs import CHUNK_TOKENS, chosen_logprobs, head_loss, head_loss_of_rows
+from dapo_jax.logprobs import (
+    CHUNK_TOKENS,
+    Softmax,
+    chosen_logprobs,
+    head_loss,
+    head_loss_of_rows,
+)
 from sharding.mesh import make_mesh
 from tests.quick import jit
 
@@ -60,16 +66,17 @@ def chunked(mesh, head_loss=head_loss):
     """
     slices, data, model = mesh
     devices = jax.devices()[: slices * data * model]
-    how = SETTINGS | {"mesh": make_mesh(slices=slices, data=data, model=model, devices=devices)}
+    mesh = make_mesh(slices=slices, data=data, model=model, devices=devices)
+    softmax = Softmax(**SETTINGS, mesh=mesh)
 
     def loss(x_BTD, head_DV, target_BT, weight_BT):
         tokens = {"weight": weight_BT}
-        given = x_BTD, head_DV, target_BT, tokens, token_loss
-        loss, *chosen = head_loss(*given, entropy_weight=bonus, **how)
+        given = x_BTD, head_DV, target_BT, tokens, token_loss, softmax
+        loss, *chosen = head_loss(*given, entropy_weight=bonus)
         chosen[-1] = chosen[-1]["half"]
         return -3 * loss + jnp.sum(jnp.stack(chosen)), (loss, *chosen)
 
-    alone = jit(functools.partial(chosen_logprobs, **how))
+    alone = jit(functools.partial(chosen_logprobs, softmax=softmax))
     return alone, jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
 
 

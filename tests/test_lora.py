@@ -115,8 +115,8 @@ def hidden_states(params, adapters, *, dtype, by_sampler):
     position_BT = np.broadcast_to(np.arange(16), (2, 16))
     one_BT = np.ones((2, 16), np.int32)
 
-    def attend(*qkv):
-        return packed_attention(*qkv, one_BT, one_BT)
+    def attend(*qkv, window=None):
+        return packed_attention(*qkv, one_BT, one_BT, None, window)
 
     def run(params, adapters):
         start = learner.cast(params, dtype)

@@ -21,7 +21,8 @@ from safetensors.numpy import load_file
 from configs import base
 from dapo_jax.convert import convert
 from dapo_jax.setup import components
-from models import families, load_hf
+from models import families
+from models.hf import load_hf
 from models.hf_config import load_config
 from models.qwen2 import Qwen2Config
 from models.transformer import Transformer, abstract_params, rms_norm, split

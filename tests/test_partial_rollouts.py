@@ -132,16 +132,22 @@ def test_a_response_that_loses_its_slot_keeps_its_tokens_and_those_of_others_sta
     session.submit(7, Prompt(FEW[7]), group_size=5, stream=1)
     for cursor, prompt in FEW.items():
         session.submit(cursor, Prompt(prompt), group_size=5, keeps=True)
-    set_aside, lost = session._set_aside, {}
+    next_block, prefill = session._scheduler.next_block, session._prefill
+    plans, lost = [], {}
 
-    def noted(preempted):
-        set_aside(preempted)
-        for it in preempted:
+    def planned(**more):
+        plans.append(next_block(**more))
+        return plans[-1]
+
+    def noted(prefills):
+        for it in plans[-1].preempted:
             group = session._groups[it.group]
             assert group.stream == 0
             lost.setdefault((group.cursor, it.sample), group.partial[it.sample])
+        prefill(prefills)
 
-    monkeypatch.setattr(session, "_set_aside", noted)
+    monkeypatch.setattr(session._scheduler, "next_block", planned)
+    monkeypatch.setattr(session, "_prefill", noted)
     for _ in range(3):
         session.step()
     session.pause()

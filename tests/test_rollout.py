@@ -64,7 +64,7 @@ def test_groups_of_other_streams_change_neither_what_is_kept_nor_what_is_counted
         one = run(script, num_prompts=6, session=session, on_other_groups=finished.extend)
         assert kept_cursors(one) == kept_cursors(run(script, num_prompts=6, slots=24))
         left += len(session.unfinished)
-        tokens = sum(int(b.useful_B[b.stream_B == 0].sum()) for b in session.blocks)
+        tokens = sum(int(b.useful_N[b.stream_N == 0].sum()) for b in session.blocks)
         assert one.stats.sampled_tokens == tokens < one.stats.busy_slot_steps
         while session.unfinished:
             finished += session.step()
@@ -236,8 +236,9 @@ def test_no_slot_waits_and_no_group_is_lost(partial_rollout_steps, every_steps):
         for group in rollouts.sampled:
             lengths = [len(r.tokens_T) for r in group.responses]
             assert lengths == script.length_PG[group.cursor].tolist()
-        ages += [it.age_steps for it in rollouts.partial]
-        waits = any(it.age_steps == partial_rollout_steps and any(it.unfinished_G) for it in before)
+        ages += [len(it.responses[0].ends) for it in rollouts.partial]
+        old = [it for it in before if len(it.responses[0].ends) == partial_rollout_steps]
+        waits = any(any(it.unfinished_G) for it in old)
         if before and not waits:
             idle += [call[1:17].count(0) for call in calls if call[0] == "step"]
         partial = [it.cursor for it in rollouts.partial]

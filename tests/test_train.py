@@ -19,7 +19,6 @@ from dapo_jax.evaluation import Evaluation, majority_is_correct, summarize
 from dapo_jax.logs.files import read_rows
 from dapo_jax.logs.metrics import METRICS
 from dapo_jax.process import hosts
-from dapo_jax.rollout import minibatches
 from dapo_jax.sampler.session import Session
 from dapo_jax.setup import components, dry_run
 from dapo_jax.setup.start import Parent, is_finished
@@ -326,14 +325,13 @@ def test_spellings_of_one_answer_vote_together_and_nobody_votes_for_none():
 def test_the_learners_old_logprobs_are_those_before_the_first_update(monkeypatch):
     """The pass was left out, for the losses that need it too, and no test saw it."""
     batches = [Batch(**dict.fromkeys(Batch.row_fields(), name), num_micro=1) for name in "ab"]
-    monkeypatch.setattr(train.learner, "minibatch", lambda *_: batches.pop(0))
+    monkeypatch.setattr(train.learner, "minibatches", lambda *_: iter(batches))
     seen = []
 
     def update(state, start_weights, batch, rate):
         seen.append((batch.tokens_BT, batch.old_logp_BT))
         return state + 1, {}
 
-    rollouts = types.SimpleNamespace(kept=np.arange(2), sampled=[None, None])
     run = types.SimpleNamespace(
         config=small_config(**{"rollout.num_prompts": 2}),
         programs=types.SimpleNamespace(learning=None, mesh=None),
@@ -346,11 +344,15 @@ def test_the_learners_old_logprobs_are_those_before_the_first_update(monkeypatch
     class State(int):
         params = property(lambda self: f"policy {int(self)}")
 
-    train.update(run, State(0), rollouts, np.zeros((2, 1)), 0.1)
+    train.update(run, State(0), None, None, 0.1)
     assert seen == [("a", "a by policy 0"), ("b", "b by policy 0")]
 
 
-def test_minibatches_cover_the_kept_groups_once():
-    chunks = minibatches(np.arange(10), groups_per_update=4)
-    assert [chunk.tolist() for chunk in chunks] == [[0, 1, 2, 3], [4, 5, 6], [7, 8, 9]]
-    assert minibatches(np.arange(0), groups_per_update=4) == []
+def test_minibatches_cover_the_kept_groups_once(monkeypatch):
+    """Of eight responses each at most, in groups of two."""
+    monkeypatch.setattr(train.learner, "minibatch", lambda groups, advantage_PG, *_: groups)
+    learning = types.SimpleNamespace(update_responses=8)
+    for kept, chunks in ((10, ["abcd", "efg", "hij"]), (0, [])):
+        rollouts = types.SimpleNamespace(kept=np.arange(kept), sampled="abcdefghijk")
+        found = train.learner.minibatches(rollouts, np.zeros((11, 2)), learning, None)
+        assert ["".join(groups) for groups in found] == chunks

@@ -16,25 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from dapo_jax.logprobs import sampling_logits
+from dapo_jax.sampler import sampling
 from dapo_jax.sampler.cache import NULL_PAGE, Cache
-from dapo_jax.sampler.sampling import (
-    of_rows,
-    request_keys,
-    sample_token,
-    truncate,
-    uniform_at,
-)
-from models.kernels import Kernels
-from models.kernels.xla import (
-    NearPages,
-    PageTable,
-    attention,
-    combine,
-    of_readers,
-    page_attention,
-    page_order,
-    pieces,
-)
+from models.kernels import Kernels, xla
 from models.parameters import ModelConfig
 from models.transformer import causal_mask, hidden_layer_by_layer, windowed
 from sharding import rules
@@ -64,7 +48,7 @@ def prefill(params, pages, tokens_RT, page_RI, *, config: ModelConfig, axis: str
     mask_RTS = causal_mask(jnp.ones((R, T), jnp.int32))
 
     def attend(q, k, v, window):
-        return attention(q, k, v, windowed(mask_RTS, window))
+        return xla.attention(q, k, v, windowed(mask_RTS, window))
 
     kept, route_RTLA = _keys_and_values(params, tokens_RT, attend, config=config, axis=axis)
     return _write_rows(pages, kept, page_RI), route_RTLA
@@ -105,10 +89,7 @@ def recompute(
 
 
 def _keys_and_values(params, tokens_RT, attend, *, config: ModelConfig, axis: str | None):
-    """Runs rows of tokens: (each layer's (k_RTKH, v_RTKH), route_RTLA or None).
-
-    attend(q, k, v, window) -> out.
-    """
+    """Runs rows of tokens: (each layer's (k_RTKH, v_RTKH), route_RTLA or None)."""
 
     def attend_and_keep(q, k, v, *, window):
         return attend(q, k, v, window), (k, v)
@@ -119,7 +100,6 @@ def _keys_and_values(params, tokens_RT, attend, *, config: ModelConfig, axis: st
 
 
 def _write_rows(pages, kept, page_RI):
-    """Writes whole rows of keys and values to their pages."""
     page_N = page_RI.reshape(-1)
 
     def of_pages(array_RTKH):
@@ -167,7 +147,7 @@ def decode_block(
     S, B = cache.block_tokens, len(row_BX)
     row = _columns(row_BX, cache)
     stream_B, sampled_B = row["stream"], row["sampled"]
-    table = PageTable(
+    table = xla.PageTable(
         prompt_BI=row["prompt_pages"],
         response_BJ=row["response_pages"],
         prompt_tokens_B=row["prompt_tokens"],
@@ -179,18 +159,19 @@ def decode_block(
     offset_B = sampled_B % cache.page_tokens
     stop_ids = jnp.asarray(samplings[0].stop_ids, jnp.int32)
     vocab_size = samplings[0].vocab_size
-    temperature = of_rows([s.temperature for s in samplings], stream_B)
+    temperature = sampling.of_rows([s.temperature for s in samplings], stream_B)
     _, K, _, H = pages[0][1].shape
     head_VD = params["head_VD"]
     first_id = 0 if axis is None else jax.lax.axis_index(axis) * head_VD.shape[0]
     run_key_Z = jax.random.wrap_key_data(run_key_Z)
     run_key = run_key_Z[0] if len(samplings) == 1 else run_key_Z[stream_B]
-    key_B = request_keys(run_key, row["cursor"], row["sample"])
-    uniform_SB = jax.vmap(lambda i: uniform_at(key_B, sampled_B + i))(jnp.arange(S))
+    key_B = sampling.request_keys(run_key, row["cursor"], row["sample"])
+    uniform_SB = jax.vmap(lambda i: sampling.uniform_at(key_B, sampled_B + i))(jnp.arange(S))
     windows = [kind.window for kind in config.kinds]
     if kernels.attend_pages is None:
-        how = {"readers": cache.readers, "windows": windows}
-        attend_slots = _by_pieces(prompt_pages, pages, table, page_P, **how)
+        attend_slots = _by_pieces(
+            prompt_pages, pages, table, page_P, readers=cache.readers, windows=windows
+        )
     else:
         attend_slots = _by_kernel(kernels.attend_pages, prompt_pages, pages, table, windows)
 
@@ -222,7 +203,7 @@ def decode_block(
         logits_BV = sampling_logits(
             logits_BV, temperature=temperature, vocab_size=vocab_size, first_id=first_id
         )
-        logits_BV = truncate(
+        logits_BV = sampling.truncate(
             logits_BV,
             top_p=[s.top_p for s in samplings],
             top_k=[s.top_k for s in samplings],
@@ -230,7 +211,7 @@ def decode_block(
             stream_R=stream_B,
             live_R=active_B,
         )
-        new_B, logp_B = sample_token(logits_BV, uniform_SB[i], axis=axis)
+        new_B, logp_B = sampling.sample_token(logits_BV, uniform_SB[i], axis=axis)
         if cache.turns:
             given_B = row["given"][:, i]
             new_B = jnp.where(given_B > 0, given_B - 1, new_B)
@@ -277,7 +258,6 @@ def _columns(row_BX, cache: Cache) -> dict[str, jax.Array]:
 
 
 def _put(block, k_B1KH, v_B1KH, i):
-    """Writes token number i of each slot into blocks (k_BKHS, v_BKSH)."""
     k_BKHS, v_BKSH = block
     return (
         jax.lax.dynamic_update_slice_in_dim(k_BKHS, k_B1KH.transpose(0, 2, 3, 1), i, axis=3),
@@ -285,13 +265,13 @@ def _put(block, k_B1KH, v_B1KH, i):
     )
 
 
-def _by_pieces(prompt_pages, pages, table: PageTable, page_P, *, readers: int, windows):
+def _by_pieces(prompt_pages, pages, table: xla.PageTable, page_P, *, readers: int, windows):
     """Attention by plain XLA, page by page: attend(q_BNH, block, live_B, layer=) -> out_BNH.
 
     block: the keys and values (k_BKHS, v_BKSH) of this block, of which a query sees the first
     live_B. A layer with a window has those pages apart that its slots see.
     """
-    where = pieces(
+    reader_URB, live_U, reader_P1B, live_P, entry_BX = xla.pieces(
         table,
         prompt_pages=len(prompt_pages[0][0]),
         readers=readers,
@@ -301,33 +281,33 @@ def _by_pieces(prompt_pages, pages, table: PageTable, page_P, *, readers: int, w
     whole = len(page_P) == len(pages[0][0])
     closed = pages if whole else [(k_PKHC[page_P], v_PKCH[page_P]) for k_PKHC, v_PKCH in pages]
 
-    near = {}
-    for i, window in enumerate(windows):
-        if window is not None:
-            near[i] = NearPages(prompt_pages[i], closed[i], table, window=window)
+    near = {
+        i: xla.near_attention(prompt_pages[i], closed[i], table, window=window)
+        for i, window in enumerate(windows)
+        if window is not None
+    }
 
     def attend(q_BNH, block, live_B, *, layer):
         if layer in near:
-            return near[layer].attend(q_BNH, block, live_B)
-        recent = page_attention(q_BNH[:, None], *block, live_B)
-        q_URNH = of_readers(q_BNH, where.reader_URB)
-        q_P1NH = of_readers(q_BNH, where.reader_P1B)
-        prompt = page_attention(q_URNH, *prompt_pages[layer], where.live_U)
-        response = page_attention(q_P1NH, *closed[layer], where.live_P)
-        return combine([prompt, response, recent], where.entry_BX, dtype=q_BNH.dtype)
+            return near[layer](q_BNH, block, live_B)
+        recent = xla.page_attention(q_BNH[:, None], *block, live_B)
+        q_URNH, q_P1NH = xla.of_readers(q_BNH, reader_URB), xla.of_readers(q_BNH, reader_P1B)
+        prompt = xla.page_attention(q_URNH, *prompt_pages[layer], live_U)
+        response = xla.page_attention(q_P1NH, *closed[layer], live_P)
+        return xla.combine([prompt, response, recent], entry_BX, dtype=q_BNH.dtype)
 
     return attend
 
 
-def _by_kernel(attend_pages, prompt_pages, pages, table: PageTable, windows):
+def _by_kernel(attend_pages, prompt_pages, pages, table: xla.PageTable, windows):
     """As `_by_pieces`, by a kernel that reads just the live pages."""
-    page_BX = page_order(table, page_tokens=pages[0][1].shape[2])
+    page_BX = xla.page_order(table, page_tokens=pages[0][1].shape[2])
     tokens = (table.prompt_tokens_B, table.response_tokens_B)
 
     def attend(q_BNH, block, live_B, *, layer):
         pools = (prompt_pages[layer], pages[layer])
-        how = {} if windows[layer] is None else {"window": windows[layer]}
-        return attend_pages(q_BNH, block, live_B, *pools, page_BX, *tokens, **how)
+        window = windows[layer]
+        return attend_pages(q_BNH, block, live_B, *pools, page_BX, *tokens, window=window)
 
     return attend
 

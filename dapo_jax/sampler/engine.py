@@ -67,27 +67,31 @@ class Engine:
 
         samplings: of the session's streams, in order.
         """
-        lowered, cache = {}, self.cache
-        how = {"config": self.config, "axis": self._axis}
-        run = functools.partial(prefill, **how)
-        for bucket in cache.prompt_buckets.sizes:
-            program = self._lower_rows(run, self.pages[0], cache.prompt_buckets, bucket)
-            lowered["prefill", None, bucket] = program
-        run = functools.partial(recompute, kernels=self._kernels, **how)
-        for bucket in cache.recompute_buckets.sizes:
-            program = self._lower_rows(
-                run, self.pages[1], cache.recompute_buckets, bucket, numbers=2
-            )
-            lowered["recompute", None, bucket] = program
+        lowered, (prompt_pages, pages) = {}, self.pages
+        of_prompts = functools.partial(prefill, config=self.config, axis=self._axis)
+        of_partial = functools.partial(
+            recompute, config=self.config, kernels=self._kernels, axis=self._axis
+        )
+        for name, run, pool, buckets, numbers in (
+            ("prefill", of_prompts, prompt_pages, self.cache.prompt_buckets, 0),
+            ("recompute", of_partial, pages, self.cache.recompute_buckets, 2),
+        ):
+            for bucket in buckets.sizes:
+                program = self._lower_rows(run, pool, buckets, bucket, numbers=numbers)
+                lowered[name, None, bucket] = program
+        everywhere = rules.replicated(self.mesh)
+        copy_M4 = jax.ShapeDtypeStruct((COPIES, 4), jnp.int32, sharding=everywhere)
+        run = functools.partial(copy_pages, kernels=self._kernels)
         for pool in self.pages if self.shards > 1 else ():
-            lowered["copy", None, len(pool[0][0]) // self.shards] = self._lower_copy(pool)
+            program = self._lower(run, (pool, copy_M4), self._specs(pool), donate=0)
+            lowered["copy", None, len(pool[0][0]) // self.shards] = program
         for size in self.sizes:
             lowered["decode", samplings, *size] = self._lower_decode(samplings, *size)
         return lowered
 
     def compile(self, *samplings: Sampling) -> None:
         """Compiles all that a session may run, so that nothing is compiled later."""
-        if any(name == "decode" and how == samplings for name, how, *_ in self._programs):
+        if ("decode", samplings, *self.sizes[0]) in self._programs:
             return
         self.new_pages.lower().compile()
         missing = {k: v for k, v in self.lower(*samplings).items() if k not in self._programs}
@@ -146,13 +150,7 @@ class Engine:
 
         return ((array(H, C), array(C, H)),) * self.config.num_layers
 
-    def _lower_copy(self, pool) -> jax.stages.Lowered:
-        shape, sharding = (COPIES, 4), rules.replicated(self.mesh)
-        copy_M4 = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
-        run = functools.partial(copy_pages, kernels=self._kernels)
-        return self._lower(run, (pool, copy_M4), self._specs(pool), donate=0)
-
-    def _lower_rows(self, run, pool, buckets: Buckets, bucket: int, *, numbers: int = 0):
+    def _lower_rows(self, run, pool, buckets: Buckets, bucket: int, *, numbers: int):
         """Lowers a program of rows of tokens and pages, and so many numbers of each row between."""
         rows = self.shards * buckets.rows(bucket)
         tokens_RT = self._host_array(rows, bucket * self.cache.page_tokens)
@@ -163,19 +161,17 @@ class Engine:
     def _lower_decode(
         self, samplings: tuple[Sampling, ...], rows: int, pages: int
     ) -> jax.stages.Lowered:
-        cache = self.cache
-
         run = functools.partial(
             decode_block,
             config=self.config,
-            cache=cache,
+            cache=self.cache,
             samplings=samplings,
             kernels=self._kernels,
             axis=self._axis,
         )
         keys = (len(samplings), 2)
         run_key_Z = jax.ShapeDtypeStruct(keys, jnp.uint32, sharding=rules.replicated(self.mesh))
-        row_BX = self._host_array(self.shards * rows, cache.row_dtype.itemsize // 4)
+        row_BX = self._host_array(self.shards * rows, self.cache.row_dtype.itemsize // 4)
         page_P = self._host_array(self.shards * pages)
         tokens = PartitionSpec(None, rules.ROW_AXES)
         out = (self._specs(self.pages[1]), tokens, tokens, tokens)

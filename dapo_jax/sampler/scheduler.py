@@ -227,7 +227,6 @@ class Scheduler:
         self._parked[key] = self._parked[key]._replace(tokens=first_tokens, pages=np.zeros(0, int))
 
     def _ended(self, prefix: Prefix) -> None:
-        """Counts a sample that has ended."""
         prefix.unfinished -= 1
         if prefix.unfinished == 0:
             self._release(prefix)
@@ -239,7 +238,6 @@ class Scheduler:
         return self._rows_DB["active"] > 0
 
     def _ready_D(self) -> np.ndarray:
-        """Counts the samples of each shard that are ready."""
         return np.array(list(map(len, self._ready)))
 
     def _wanted_D(self) -> np.ndarray:
@@ -309,7 +307,6 @@ class Scheduler:
         return preempted
 
     def _by_age(self, d: int, chosen_B: np.ndarray) -> list[int]:
-        """Lists the chosen slots of a shard, the first admitted first."""
         slots = np.flatnonzero(chosen_B)
         return slots[np.argsort(self._age_DB[d, slots])].tolist()
 
@@ -415,7 +412,6 @@ class Scheduler:
         return free_prompt_pages >= prompt_pages and self._free_DP[d].sum() >= pages
 
     def _part(self, moves: Moves, prefix: Prefix, sample: int, e: int) -> Prefix:
-        """Gives one sample a copy of its prompt on shard e."""
         part = dataclasses.replace(prefix, samples=[sample], unfinished=1, shard=-1, pages=None)
         self._groups[prefix.group].append(part)
         self._place(part, e, len(prefix.pages))
@@ -426,7 +422,6 @@ class Scheduler:
         return part
 
     def _move(self, moves: Moves, old: tuple[int, int], new: tuple[int, int]) -> None:
-        """Moves the sample of the (shard, slot) `old` to `new`."""
         d, e = old[0], new[0]
         row = {name: column_DB[old].copy() for name, column_DB in self._rows_DB.items()}
         group, age, count = self._group_DB[old], self._age_DB[old], self._pages_DB[old]
@@ -442,7 +437,6 @@ class Scheduler:
         self._age_DB[new], self._pages_DB[new] = age, count
 
     def _enter(self, d: int, b: int, prefix: Prefix, sample: int) -> None:
-        """Puts a sample into a free slot."""
         row = {
             "active": 1,
             "sample": sample,
@@ -486,6 +480,5 @@ class Scheduler:
         return pages
 
     def _release(self, prefix: Prefix) -> None:
-        """Frees a prompt's pages."""
         self._free_prompt_DP[prefix.shard, prefix.pages] = True
         prefix.pages = None

@@ -26,7 +26,7 @@ from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.engine import Engine
 from dapo_jax.sampler.plan import Finished, Moves, Plan, Prefill
 from dapo_jax.sampler.scheduler import Scheduler
-from dapo_jax.types import BlockRecord, Group, PartialGroup, Prompt, Response
+from dapo_jax.types import TRAINING, BlockRecord, Group, PartialGroup, Prompt, Response
 from sharding import rules
 
 # Tokens of an environment up to which an answer is fed in the block, a decode step each; behind a
@@ -42,7 +42,7 @@ class Stream(NamedTuple):
     sampling: Sampling
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class _Unfinished:
     """An unfinished group; responses: None for those that have not ended.
 
@@ -163,26 +163,23 @@ class Session:
         tokens = min(len(response.tokens_T), limit - 1)
         return tokens - tokens % self._engine.cache.block_tokens
 
-    def cancel(self, cursor: int, stream: int = 0) -> None:
-        """Forgets an unfinished group; the tokens sampled for it are discarded."""
-        number = next(
-            n
-            for n, group in self._groups.items()
-            if (group.stream, group.cursor) == (stream, cursor)
-        )
+    def cancel(self, cursor: int) -> None:
+        """Forgets an unfinished group of training; the tokens sampled for it are discarded."""
+        of_training = {g.cursor: n for n, g in self._groups.items() if g.stream == TRAINING}
+        number = of_training[cursor]
         self._scheduler.cancel(number)
         if self._environments:
             self._environments.forget(number)
         del self._groups[number]
 
-    def pause(self, stream: int = 0) -> list[PartialGroup]:
-        """Ends a step: returns a stream's unfinished groups so far, and lets go of the weights.
+    def pause(self) -> list[PartialGroup]:
+        """Ends a step: returns training's unfinished groups so far, and lets go of the weights.
 
         They continue after `resume`, or in another session that they are submitted to.
         """
         self._params, slots, found = None, self._scheduler.occupied, []
         for number, group in self._groups.items():
-            if group.stream != stream:
+            if group.stream != TRAINING:
                 continue
             responses = []
             for g, response in enumerate(group.responses):
@@ -225,7 +222,9 @@ class Session:
                 return answered
             start = time.perf_counter()
         plan = self._scheduler.next_block(more=more)
-        self._set_aside(plan.preempted)
+        for it in plan.preempted:
+            group = self._groups[it.group]
+            group.partial[it.sample] = self._response(group, it)
         planned = time.perf_counter()
         self._prefill(plan.prefills)
         self._move(plan.moves)
@@ -258,7 +257,16 @@ class Session:
         of_rows = [a if a is None else a[:, row_N].swapaxes(0, 1) for a in sampled]
         used_N, stopped_N = self._keep(plan, *of_rows, *known)
         given_N = np.minimum((known[0] > 0).sum(axis=1), used_N)
-        self.blocks.append(self._record(plan, used_N, used_N - given_N))
+        self.blocks.append(
+            BlockRecord(
+                steps=int(used_N.max(initial=0)),
+                slots=self.slots,
+                stream_N=stream_N,
+                useful_N=used_N - given_N,
+                waiting=plan.waiting,
+                cache_use=plan.cache_use,
+            )
+        )
         plays_N = np.array([self._groups[number].plays for number in plan.group_N.tolist()], bool)
         groups = self._finish(self._scheduler.complete(used_N, stopped_N, plays_N))
         groups = sorted([*answered, *groups], key=lambda group: (group.stream, group.cursor))
@@ -269,7 +277,6 @@ class Session:
         return groups
 
     def _prefill(self, prefills: list[Prefill]) -> None:
-        """Runs the prefill calls of a block to their end."""
         for number_R, _, page_RI in prefills:
             tokens = page_RI.shape[1] * self._engine.cache.page_tokens
             tokens_RT = np.zeros((len(number_R), tokens), np.int32)
@@ -284,16 +291,9 @@ class Session:
             for r, number in enumerate(number_R.tolist() if route_RTLA is not None else ()):
                 if number >= 0:
                     group = self._groups[number]
-                    route_TLA = route_RTLA[r, : len(group.prompt.token_ids) - 1].copy()
-                    changed = dataclasses.replace(group, prompt_route_TLA=route_TLA)
-                    self._groups[number] = changed
+                    route_TLA = route_RTLA[r, : len(group.prompt.token_ids) - 1]
+                    group.prompt_route_TLA = route_TLA.copy()
         jax.block_until_ready(self._prompt_pages)
-
-    def _set_aside(self, preempted: list[Finished]) -> None:
-        """Keeps the tokens of samples that lost their slots."""
-        for it in preempted:
-            group = self._groups[it.group]
-            group.partial[it.sample] = self._response(group, it)
 
     def _move(self, moves: Moves) -> None:
         """Copies the pages of samples that change shards, on the devices and on the host."""
@@ -383,24 +383,6 @@ class Session:
         self._newest_DB[plan.shard_N, plan.slot_N] = token_NS[np.arange(N), used_N - 1]
         return used_N, used_N == stop_N + 1
 
-    def _record(self, plan: Plan, used_N, useful_N) -> BlockRecord:
-        """Makes the block's entry in `blocks`, over the slots of all shards."""
-        slots = self._engine.cache.slots
-        where_N = plan.shard_N * slots + plan.slot_N
-        cursor_B = np.full(self._engine.shards * slots, -1, np.int64)
-        stream_B, sample_B, useful_B = np.zeros((3, len(cursor_B)), np.int32)
-        stream_B[where_N], cursor_B[where_N] = self._name_Q2[plan.group_N].T
-        sample_B[where_N], useful_B[where_N] = plan.sample_N, useful_N
-        return BlockRecord(
-            steps=int(used_N.max(initial=0)),
-            stream_B=stream_B,
-            cursor_B=cursor_B,
-            sample_B=sample_B,
-            useful_B=useful_B,
-            waiting=plan.waiting,
-            cache_use=plan.cache_use,
-        )
-
     def _finish(self, ended: list[Finished]) -> list[Group]:
         """Stores the responses of ended samples; returns the groups they finish.
 
@@ -465,7 +447,6 @@ class Session:
         return finished
 
     def _response(self, group: _Unfinished, it: Finished) -> Response:
-        """Makes a response of what the pages have of it."""
         tokens_T, logp_T = (
             pool_DPC[it.shard, it.pages].reshape(-1)[: it.tokens]
             for pool_DPC in (self._token_DPC, self._logp_DPC)
@@ -477,11 +458,12 @@ class Session:
         if before.given_T is not None:
             given_T = np.zeros(it.tokens, bool)
             given_T[: len(before.given_T)] = before.given_T
-        how = {"ends": ends, "given_T": given_T, "route_TLA": self._route(group, it)}
-        return Response(tokens_T, logp_T, it.stopped, **how)
+        route_TLA = self._route(group, it)
+        return Response(
+            tokens_T, logp_T, it.stopped, ends=ends, given_T=given_T, route_TLA=route_TLA
+        )
 
     def _route(self, group: _Unfinished, it: Finished) -> np.ndarray | None:
-        """Puts the routes of a prompt and a response together."""
         if self._route_DPCLA is None:
             return None
         pages_PCLA = self._route_DPCLA[it.shard, it.pages]

@@ -62,11 +62,9 @@ def load_dataset(
                 call = '<tool_call>{"name": ..., "arguments": {...}}</tool_call>'
                 note = f"the chat template shows no tools: tell of them in the prompts ({call})"
                 notes = (*notes, note)
-            if tokenizer.rewrites_turns():
-                note = "the chat template rewrites earlier turns: here they stay as sampled"
-                notes = (*notes, note)
-        how = {"max_prompt_tokens": max_prompt_tokens, "tools": tools}
-        prompts, overlong = tokenize(examples, tokenizer, key, **how)
+        prompts, overlong = tokenize(
+            examples, tokenizer, key, max_prompt_tokens=max_prompt_tokens, tools=tools
+        )
         if 0 < (most := settings["max_prompts"]) < len(prompts):
             notes = (*notes, f"the first {most:,} of {len(prompts):,} usable prompts (max_prompts)")
             prompts = prompts[:most]
@@ -131,7 +129,9 @@ def tokenize(
     return prompts, len(examples) - len(prompts)
 
 
-class PromptStream:
+def prompt_stream(
+    *sets: Sequence[Prompt], seed: int, weights: Sequence[float] | None = None
+) -> grain.MapDataset:
     """Orders the training prompts without end: stream[cursor] for every integer cursor >= 0.
 
     Epoch e of a set of n is stream[e * n] to stream[(e + 1) * n - 1]: each item once, in an order
@@ -140,19 +140,14 @@ class PromptStream:
     alone. Access is random, so the cursor is all the state there is. seed: 0 to 2**32 - 1.
     weights: one for each set, above 0, counted to 1 % of the least.
     """
-
-    def __init__(self, *sets: Sequence[Prompt], seed: int, weights: Sequence[float] | None = None):
-        # Of one seed, sets of the same length would be shuffled in the same order.
-        others = [np.random.SeedSequence((seed, i)) for i in range(1, len(sets))]
-        seeds = [seed, *(int(other.generate_state(1)[0]) for other in others)]
-        endless = [
-            grain.MapDataset.source(items).shuffle(seed=own).repeat()
-            for items, own in zip(sets, seeds, strict=True)
-        ]
-        self._dataset = grain.MapDataset.mix(endless, weights) if len(sets) > 1 else endless[0]
-
-    def __getitem__(self, cursor: int) -> Prompt:
-        return self._dataset[int(cursor)]
+    # Of one seed, sets of the same length would be shuffled in the same order.
+    others = [np.random.SeedSequence((seed, i)) for i in range(1, len(sets))]
+    seeds = [seed, *(int(other.generate_state(1)[0]) for other in others)]
+    endless = [
+        grain.MapDataset.source(items).shuffle(seed=own).repeat()
+        for items, own in zip(sets, seeds, strict=True)
+    ]
+    return grain.MapDataset.mix(endless, weights) if len(sets) > 1 else endless[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,10 +163,10 @@ class Mixture:
         total = sum(self.weights.values())
         return {key: weight / total for key, weight in self.weights.items()}
 
-    def stream(self, seed: int) -> PromptStream:
+    def stream(self, seed: int) -> grain.MapDataset:
         """Orders the prompts of all sets."""
         prompts = [dataset.prompts for dataset in self.sets.values()]
-        return PromptStream(*prompts, seed=seed, weights=list(self.weights.values()))
+        return prompt_stream(*prompts, seed=seed, weights=list(self.weights.values()))
 
     def grade(self, group: Group) -> Group:
         """Grades a group as its set does; of several sets, each measures its own accuracy.

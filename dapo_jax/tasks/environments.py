@@ -21,6 +21,7 @@ import inspect
 import json
 import re
 import threading
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -73,7 +74,7 @@ class Factory:
         from transformers.utils import get_json_schema
 
         try:
-            return [get_json_schema(_unbound(tool)) for tool in self.tools]
+            return [get_json_schema(_without_self(tool)) for tool in self.tools]
         except Exception as error:
             raise ValueError(f"{self.name} has a tool without a schema: {error}") from error
 
@@ -87,17 +88,9 @@ class Factory:
         return dataclasses.replace(example, prompt=(*before, last))
 
 
-def _unbound(tool: Callable) -> Callable:
-    """Returns a method as a function without its first parameter, for its schema."""
-
-    def function(*args, **kwargs): ...
-
-    signature = inspect.signature(tool)
-    function.__name__, function.__doc__ = tool.__name__, inspect.getdoc(tool)
-    own = [it for name, it in signature.parameters.items() if name != "self"]
-    function.__signature__ = signature.replace(parameters=own)
-    function.__annotations__ = dict(tool.__annotations__)
-    return function
+def _without_self(tool: Callable) -> Callable:
+    is_method = "self" in inspect.signature(tool).parameters
+    return types.MethodType(tool, object()) if is_method else tool
 
 
 class Episode:
@@ -130,14 +123,14 @@ class Episode:
     def answer(self, text: str) -> list[Message]:
         """Gives a turn to the environment; returns what the model reads next, [] at the end."""
         self.turns += 1
-        said = self._step(text) if self._factory.is_stepped else self._called_in(text)
+        if self._factory.is_stepped:
+            said = self._step(text)
+        else:
+            calls = self._factory.reads(text, self._factory.schemas()) or tool_calls(text)
+            said = [self._called(call) for call in calls]
+        if said and self._given("is_done"):
+            return []
         return [{**message, "content": _encodable(message["content"])} for message in said]
-
-    def _called_in(self, text: str) -> list[Message]:
-        calls = self._factory.reads(text, self._factory.schemas()) or tool_calls(text)
-        messages = [self._called(call) for call in calls]
-        done = getattr(self._environment, "is_done", None)
-        return [] if done and self._outside(done) else messages
 
     def measures(self) -> dict[str, float]:
         """Counts what there was, for the metrics."""
@@ -145,13 +138,10 @@ class Episode:
 
     def verdict(self) -> Verdict | None:
         """Grades the episode; None where the class has no reward."""
-        it, reward = self._environment, self._reward
-        if callable(found := getattr(it, "get_reward", getattr(it, "reward", None))):
-            reward = self._outside(found)
-        elif found is not None:
-            reward = found
-        correct = getattr(it, "correct", None)
-        correct = self._outside(correct) if callable(correct) else correct
+        names = ("get_reward", "reward")
+        own = [it for it in names if getattr(self._environment, it, None) is not None]
+        reward = self._given(own[0]) if own else self._reward
+        correct = self._given("correct")
         if reward is None and correct is None:
             return None
         reward = float(correct if reward is None else reward)
@@ -160,8 +150,12 @@ class Episode:
 
     def close(self) -> None:
         """Lets go of what the environment holds."""
-        if callable(getattr(self._environment, "close", None)):
-            self._outside(self._environment.close)
+        self._given("close")
+
+    def _given(self, name: str) -> Any:
+        """Returns what an attribute of the environment is, or gives; None without it."""
+        found = getattr(self._environment, name, None)
+        return self._outside(found) if callable(found) else found
 
     def _step(self, text: str) -> list[Message]:
         found, done, reward = self._outside(lambda: self._environment.step(text)), False, None
@@ -174,8 +168,7 @@ class Episode:
             done = any(ends[:2])
         if reward is not None:
             self._reward = (self._reward or 0.0) + float(reward)
-        ended = getattr(self._environment, "is_done", None)
-        if found is None or done or (ended and self._outside(ended)):
+        if found is None or done:
             return []
         return [{"role": "user", "content": found}] if isinstance(found, str) else list(found)
 

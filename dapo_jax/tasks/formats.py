@@ -10,8 +10,6 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
-import numpy as np
-
 MAX_SHOWN_CHARS = 1000
 
 
@@ -34,7 +32,7 @@ def _parquet(path: str, opened: BinaryIO, fields: Sequence[str]) -> Records:
         columns = {name if name in names else name.partition(".")[0] for name in fields}
         # Where one is missing the rows have all columns, which the message on it lists.
         for batch in file.iter_batches(1024, columns=list(columns if columns <= names else names)):
-            yield from enumerate(_decimals(batch).to_pylist(), start=row)
+            yield from enumerate(batch.to_pylist(), start=row)
             row += batch.num_rows
         if row != file.metadata.num_rows:  # a damaged count of values ends a column early
             raise ValueError(f"it has {row} of {file.metadata.num_rows} rows")
@@ -44,19 +42,6 @@ def _parquet(path: str, opened: BinaryIO, fields: Sequence[str]) -> Records:
             f"{path} is no readable parquet file, at or after row {row} (from 0): "
             f"{' '.join(str(error).split())[:MAX_SHOWN_CHARS]} (path, kind)."
         ) from error
-
-
-def _decimals(batch):
-    """Makes doubles of float32 and float16 columns by their own digits: 0.1, not 0.100000001."""
-    import pyarrow as pa
-
-    for i, column in enumerate(batch.schema):
-        if pa.types.is_float32(column.type) or pa.types.is_float16(column.type):
-            exact = batch.column(i).to_numpy(zero_copy_only=False)
-            own = np.array([float(str(x)) for x in exact])
-            values = pa.array(own, mask=np.asarray(batch.column(i).is_null()))
-            batch = batch.set_column(i, column.name, values)
-    return batch
 
 
 def _json_lines(path: str, opened: BinaryIO, fields: Sequence[str]) -> Records:

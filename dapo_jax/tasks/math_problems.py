@@ -102,9 +102,14 @@ class MathProblems(MathTask):
                 raise ValueError(f"{prompt_field} ends with an assistant's message that is right")
             return messages, answer
 
-        how = {"file_format": file_format, "on_bad_row": self.on_bad_row, "same": self.same}
-        fields = [prompt_field] + [answer_field] * (not self.environment)
-        examples, report = readers.read_rows(self.path, fields, make, **how)
+        examples, report = readers.read_rows(
+            self.path,
+            [prompt_field] + [answer_field] * (not self.environment),
+            make,
+            file_format=file_format,
+            on_bad_row=self.on_bad_row,
+            same=self.same,
+        )
         if self.environment:
             return examples, report
         asked = [_ASKED[name] for name in templates]

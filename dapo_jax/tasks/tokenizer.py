@@ -37,7 +37,25 @@ MAX_ERROR_CHARS = 200
 PROBE = "\n What is  12+3?\nAnswer: \u00bd \u00e9\U0001f680, is it so, is it"
 
 
-class HuggingFaceTokenizer:
+class PlainText:
+    """What a tokenizer without a chat template does with messages, by its `encode`."""
+
+    chat, date, opening = "none", "", ""
+
+    def between(self, messages: Sequence[Message], stop_id: int) -> list[int]:
+        """Encodes what is between a turn that ended with stop_id and the next: the messages."""
+        return self.encode(f"\n\n{plain_text(messages)}\n\n")
+
+    def tool_calls(self, text: str, tools: Sequence[Mapping]) -> list[Mapping]:
+        """Reads no calls: there is no form of them."""
+        return []
+
+    def encode_chat(self, messages: Sequence[Message], tools=None) -> list[int]:
+        """Encodes a prompt of messages ({"role", "content"}), ready for the model's answer."""
+        return self.encode(plain_text(messages))
+
+
+class HuggingFaceTokenizer(PlainText):
     """The tokenizer, chat template and end tokens of a Hugging Face directory.
 
     vocab_size: 1 + the largest id that exists; a model's padded vocabulary may be larger.
@@ -64,7 +82,7 @@ class HuggingFaceTokenizer:
             )
         if chat == "auto":
             chat = "template" if self._tokenizer.chat_template else "none"
-        self.chat, self.date, self.opening, template = chat, "", "", ""
+        self.chat, template = chat, ""
         if chat == "template":
             with _of_library(folder, 'has no chat template: add it or set tokenizer.chat="none"'):
                 template = self._tokenizer.get_chat_template()
@@ -88,13 +106,13 @@ class HuggingFaceTokenizer:
         pad_id = self._tokenizer.pad_token_id
         self.pad_id = self.stop_ids[0] if pad_id is None else pad_id
 
-    def _rendered(self, *texts: str, more: Sequence[Message] = (), **how) -> str:
+    def _rendered(self, *texts: str, more: Sequence[Message] = (), **arguments) -> str:
         """Renders a conversation by the template; "" where it takes no such conversation."""
         messages = [{"role": ROLES[i % 2], "content": text} for i, text in enumerate(texts)]
         messages += more
+        arguments = {**self._chat_args, **arguments}
         try:
-            how = {**self._chat_args, **how}
-            return self._tokenizer.apply_chat_template(messages, tokenize=False, **how)
+            return self._tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
         except Exception:
             return ""
 
@@ -114,10 +132,11 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Encodes plain text: nothing is added, and no text becomes a special token."""
-        return self._encode(text, add_special_tokens=False)
+        plainly = {"add_special_tokens": False, "split_special_tokens": True}
+        return self._tokenizer(text, **plainly).input_ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decodes ids without the stop token at their end; ValueError for an unknown id."""
+        """Decodes ids without the stop token at their end."""
         return self._tokenizer.decode(_text_ids(ids, self))
 
     def between(self, messages: Sequence[Message], stop_id: int) -> list[int]:
@@ -127,7 +146,7 @@ class HuggingFaceTokenizer:
         ValueError where it takes no such conversation.
         """
         if self.chat == "none":
-            return self._encode(f"\n\n{plain_text(messages)}\n\n", add_special_tokens=False)
+            return super().between(messages, stop_id)
         as_user = [{"role": "user", "content": message["content"]} for message in messages]
         for more in (messages, as_user):  # most templates without tools take a user's message
             text = self._rendered("a question", ANSWER, more=more, add_generation_prompt=True)
@@ -140,14 +159,6 @@ class HuggingFaceTokenizer:
         end = self._tokenizer.convert_ids_to_tokens(stop_id)
         tail = tail[tail.index(end) + len(end) :] if tail.lstrip().startswith(end) else tail
         return self._tokenizer(tail, add_special_tokens=False).input_ids
-
-    def rewrites_turns(self) -> bool:
-        """Returns whether the template changes earlier turns of a conversation, as Qwen3's does."""
-        if self.chat == "none":
-            return False
-        thought = f"<think>\nso\n</think>\n\n{ANSWER}"
-        prompt = self._rendered("a question", add_generation_prompt=True).removesuffix(self.opening)
-        return not self._rendered("a question", thought, "more").startswith(prompt + thought)
 
     def tool_calls(self, text: str, tools: Sequence[Mapping]) -> list[Mapping]:
         """Reads a turn's calls by the files' response_template; none without one, or of no call.
@@ -171,24 +182,19 @@ class HuggingFaceTokenizer:
         tools: their schemas, which the template shows.
         """
         if self.chat == "none":
-            return self._encode(plain_text(messages), add_special_tokens=True)
+            return self._tokenizer(plain_text(messages), split_special_tokens=True).input_ids
         roles = [message["role"] for message in messages]
         begun = roles[-1:] == ["assistant"]  # an answer's first words, to go on from
-        how = {"add_generation_prompt": not begun, "continue_final_message": begun}
-        how |= {"tokenize": True, "return_dict": False}
-        how = {**self._chat_args, **how, **({"tools": list(tools)} if tools else {})}
+        given = self._chat_args | ({"tools": list(tools)} if tools else {})
+        given |= {"add_generation_prompt": not begun, "continue_final_message": begun}
         with _of_library(self._folder, f"has no prompt for roles {roles} by its template"):
-            return self._tokenizer.apply_chat_template(list(messages), **how)
-
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        how = {"add_special_tokens": add_special_tokens, "split_special_tokens": True}
-        return self._tokenizer(text, **how).input_ids
+            return self._tokenizer.apply_chat_template(
+                list(messages), tokenize=True, return_dict=False, **given
+            )
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(PlainText):
     """A sentencepiece model with the same methods; a prompt of messages is plain text."""
-
-    chat, date, opening = "none", "", ""
 
     def __init__(self, file: epath.Path, *, stop_tokens: Sequence[str] | None):
         self._processor = sentencepiece.SentencePieceProcessor()
@@ -208,18 +214,6 @@ class SentencePieceTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._processor.decode(_text_ids(ids, self))
-
-    def between(self, messages: Sequence[Message], stop_id: int) -> list[int]:
-        return self.encode(f"\n\n{plain_text(messages)}\n\n")
-
-    def rewrites_turns(self) -> bool:
-        return False
-
-    def tool_calls(self, text: str, tools: Sequence[Mapping]) -> list[Mapping]:
-        return []
-
-    def encode_chat(self, messages: Sequence[Message], tools=None) -> list[int]:
-        return self.encode(plain_text(messages))
 
 
 Tokenizer = HuggingFaceTokenizer | SentencePieceTokenizer
@@ -259,8 +253,9 @@ def load_tokenizer(
     path = epath.Path(path)
     there = [name for name in FILES[:-1] if (path / name).exists()] if path.is_dir() else []
     if there not in ([], ["tokenizer.model"]):
-        how = {"stop_tokens": stop_tokens, "chat": chat, "date": date, "chat_args": chat_args}
-        return HuggingFaceTokenizer(path, **how)
+        return HuggingFaceTokenizer(
+            path, stop_tokens=stop_tokens, chat=chat, date=date, chat_args=chat_args
+        )
     model_file = path / "tokenizer.model" if there else path
     if model_file.suffix != ".model" or not model_file.exists():
         raise FileNotFoundError(
@@ -287,7 +282,7 @@ def save_for_transformers(model_file: epath.Path, folder: epath.Path) -> list[st
     processor.LoadFromSerializedProto(model_file.read_bytes())
     ids = {name: getattr(processor, f"{name}_id")() for name in ("bos", "eos", "pad", "unk")}
     named = {f"{name}_token": processor.id_to_piece(id) for name, id in ids.items() if id >= 0}
-    how = {"bos_token": None, "add_prefix_space": False, "legacy": False, **named}
+    given = {"bos_token": None, "add_prefix_space": False, "legacy": False, **named}
     config = {
         **named,
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -295,7 +290,7 @@ def save_for_transformers(model_file: epath.Path, folder: epath.Path) -> list[st
         "auto_map": {"AutoTokenizer": [None, "tokenization.PreTrainedTokenizerFast"]},
     }
     with _local(model_file.parent) as files:
-        library = _transformers().LlamaTokenizer.from_pretrained(files, **how).backend_tokenizer
+        library = _transformers().LlamaTokenizer.from_pretrained(files, **given).backend_tokenizer
     spec = json.loads(library.to_str())
     # Spaces are marked before pieces that are whole phrases are looked for.
     mark = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
@@ -329,16 +324,7 @@ def _on_day(template: str, date: str) -> str:
 
 
 def _text_ids(ids: Sequence[int], tokenizer: Tokenizer) -> list[int]:
-    """Checks ids, and leaves out the stop token that ended the response."""
-    ids = [int(id) for id in ids]
-    for id in ids:
-        if not 0 <= id < tokenizer.vocab_size:
-            raise ValueError(
-                f"Token id {id} does not exist: the tokenizer has ids 0 to "
-                f"{tokenizer.vocab_size - 1}. The sampler must mask the padded part of the model's "
-                "vocabulary."
-            )
-    return ids[:-1] if ids[-1:] and ids[-1] in tokenizer.stop_ids else ids
+    return ids[:-1] if len(ids) and ids[-1] in tokenizer.stop_ids else ids
 
 
 def _stop_ids(stop_tokens: Sequence[str], ids: Mapping[str, int], file) -> tuple[int, ...]:

@@ -106,18 +106,15 @@ def _end(process: subprocess.Popen, connection: multiprocessing.connection.Conne
 class Pool(contextlib.AbstractContextManager):
     """Workers that answer requests, each once, as many at a time as there are workers.
 
-    name: of the code that answers, for messages. Threads may share a pool. Its workers live until
-    `close`, the end of the `with` block or of the process. Raises ChildProcessError where STARTS
-    workers in a row are never ready.
+    Threads may share a pool. Its workers live until `close`, the end of the `with` block or of the
+    process. Raises ChildProcessError where STARTS workers in a row are never ready.
     """
 
-    def __init__(
-        self, entry: str, *, name: str, num_workers: int, cpu_seconds: float = CPU_SECONDS
-    ) -> None:
-        self._entry, self._name, self._cpu_seconds = entry, name, cpu_seconds
+    def __init__(self, entry: str, num_workers: int, cpu_seconds: float = CPU_SECONDS) -> None:
+        self._entry, self._cpu_seconds = entry, cpu_seconds
         self._lock = threading.Lock()
         self._closed = False
-        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix=name)
+        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix=entry)
         self._workers = [Worker(entry) for _ in range(num_workers)]
         self._idle: queue.SimpleQueue[int] = queue.SimpleQueue()  # places in self._workers
         for place in range(num_workers):
@@ -133,10 +130,6 @@ class Pool(contextlib.AbstractContextManager):
             for worker in self._workers:
                 worker.kill()
         self._threads.shutdown(cancel_futures=True)
-
-    def worker_pids(self) -> list[int]:
-        """Lists the process ids of the present workers, without those of replaced ones."""
-        return [worker.process.pid for worker in self._workers]
 
     def ask(self, requests: Iterable[bytes]) -> dict[bytes, Reply]:
         """Has each request answered, equal ones once; raises RuntimeError after `close`."""
@@ -156,7 +149,6 @@ class Pool(contextlib.AbstractContextManager):
             self._idle.put(place)
 
     def _ready_worker(self, place: int) -> Worker:
-        """Returns the worker at a place, a fresh one where it is gone."""
         for start in range(STARTS):
             worker = self._workers[place]
             if worker.is_ready():
@@ -164,11 +156,11 @@ class Pool(contextlib.AbstractContextManager):
             time.sleep(start)  # what kills workers may pass
             with self._lock:
                 if self._closed:
-                    raise RuntimeError(f"the {self._name} workers are closed")
+                    raise RuntimeError(f"the workers of {self._entry} are closed")
                 self._workers[place] = Worker(self._entry)
         raise ChildProcessError(
-            f"{STARTS} {self._name} workers in a row were never ready; what they said is on the "
-            "error output"
+            f"{STARTS} workers of {self._entry} in a row were never ready; what they said is on "
+            "the error output"
         )
 
 

@@ -330,12 +330,7 @@ class SymbolicVerifier(isolated.Pool):
     """Grades by the rules "math_verify", the algebra in workers; raises as `isolated.Pool` does."""
 
     def __init__(self, num_workers: int, cpu_seconds: float = isolated.CPU_SECONDS) -> None:
-        how = {"name": "math_verify", "num_workers": num_workers, "cpu_seconds": cpu_seconds}
-        super().__init__(f"{__name__}:algebra", **how)
-
-    def verify(self, response: str, ground_truth: str) -> Verdict:
-        """Grades one pair, as `verify_many` does."""
-        return self.verify_many([response], [ground_truth])[0]
+        super().__init__(f"{__name__}:algebra", num_workers, cpu_seconds)
 
     def verify_many(self, responses: Sequence[str], ground_truths: Sequence[str]) -> list[Verdict]:
         """Grades pairs, in order; raises ValueError where the lengths differ."""
@@ -416,8 +411,13 @@ def _read(formula: str, cased: set[str]) -> list:
     )
     normal = NormalizationConfig(malformed_operators=True, nits=True)  # without its own units
     targets = [math_verify.LatexExtractionConfig(True, -1, normal)]
-    how = {"fallback_mode": "no_fallback", "extraction_mode": "first_match"}
-    readings = math_verify.parse(f"${formula}$", targets, **how, parsing_timeout=None)
+    readings = math_verify.parse(
+        f"${formula}$",
+        targets,
+        fallback_mode="no_fallback",
+        extraction_mode="first_match",
+        parsing_timeout=None,
+    )
     return [it.doit() if _is_value(it) else it for it in readings]
 
 

@@ -98,8 +98,8 @@ def main(_):
         tokens = sum(len(response.tokens_T) for response in responses)
         given = sum(int(np.sum(~response.sampled_T)) for response in responses)
         blocks = [block for block in session.blocks if block.waiting]
-        steps = sum(block.steps * len(block.cursor_B) for block in blocks)
-        free = sum(block.steps * int(np.sum(block.cursor_B < 0)) for block in blocks)
+        steps = sum(block.steps * block.slots for block in blocks)
+        free = sum(block.steps * (block.slots - len(block.useful_N)) for block in blocks)
         step_seconds = seconds / sum(block.steps for block in session.blocks)
         found = seconds / tokens, free / max(steps, 1), given / tokens, step_seconds
         lengths_PG = [[len(response.tokens_T) for response in it.responses] for it in groups]

@@ -80,9 +80,7 @@ def main(_):
             print(f"{name}: {found:.0f}", flush=True)
     ours, *others = best.values()
     waiting = [block for block in session.blocks if block.waiting]
-    occupancy = sum(b.useful_B.sum() for b in waiting) / sum(
-        b.steps * len(b.useful_B) for b in waiting
-    )
+    occupancy = sum(b.useful_N.sum() for b in waiting) / sum(b.steps * b.slots for b in waiting)
     print(
         f"\n{common.machine()}, commit {common.commit()}; {REQUESTS} requests, lengths "
         f"{real_N.min()} to {real_N.max()}, mean {real_N.mean():.0f}, median "

@@ -48,7 +48,7 @@ def logps(graph, params, tokens_BT, places):
         out = project(spec, at(spec, x), w)
         return at("kept", out) if spec == "BTD,DF->BTF" else out
 
-    def attend(*qkv):
+    def attend(*qkv, window):
         return attention(*(at("attention", x) for x in qkv), mask_BTS)
 
     mask_BTS = transformer.causal_mask(jnp.ones_like(tokens_BT))

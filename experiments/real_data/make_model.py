@@ -15,7 +15,7 @@ import jax
 from absl import app, flags
 
 from dapo_jax.tasks.tokenizer import load_tokenizer
-from models import save_hf
+from models.hf import save_hf
 from models.qwen2 import Qwen2Config
 from models.transformer import Transformer, split
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from configs import smollm2_135m, tiny
-from dapo_jax import algorithm, learner, logprobs, rollout, train
+from dapo_jax import algorithm, learner, logprobs, train
 from dapo_jax.checkpoints.progress import Progress
 from dapo_jax.logs.metrics import Stopwatch
 from dapo_jax.process import hosts
@@ -106,8 +106,8 @@ def rounding_activations(rounds: bool) -> Iterator[None]:
         out = of_models(project, spec, nearest(x), w, weights)
         return nearest(out) if PLACES.get(spec) == "input of the feed-forward" else out
 
-    def chosen_logprobs(x_BTD, *arguments, **how):
-        return of_learner(nearest(x_BTD), *arguments, **how)
+    def chosen_logprobs(x_BTD, *arguments):
+        return of_learner(nearest(x_BTD), *arguments)
 
     of_models, of_learner = transformer.product, learner.chosen_logprobs
     with (
@@ -167,8 +167,8 @@ class Step:
         programs = self.run.programs
         graph, _ = abstract_params(programs.sizes)
         of = {"graph": graph, "mesh": programs.mesh, "learning": programs.learning}
-        keys = ("temperature", "vocab_size")
-        head = {key: getattr(programs.learning, key) for key in keys} | {"mesh": programs.mesh}
+        s = programs.learning
+        softmax = logprobs.Softmax(s.temperature, s.vocab_size, programs.mesh)
 
         def of_micro(params, micro, signs_BT):
             x_BTD, head_DV, _ = learner.forward(params, None, micro, **of)
@@ -178,7 +178,7 @@ class Step:
                 micro.target_BT,
                 signs_BT,
                 lambda logp, sign: (sign * logp, {}),
-                **head,
+                softmax,
             )
             return total
 
@@ -209,17 +209,9 @@ def sampled(model: str, seed: int, workdir: pathlib.Path) -> Iterator[Step]:
         rollouts, _, _ = train.sample(run, 0, state, Progress(), None, Stopwatch())
         reward_PG = train.reward(config, rollouts)
         advantage_PG = train.advantage(config, rollouts, reward_PG)
-        per_update = config.rollout.num_prompts // config.updates_per_step
-        batches = [
-            learner.minibatch(
-                [rollouts.sampled[p] for p in chosen],
-                advantage_PG[chosen],
-                run.programs.learning,
-                run.programs.mesh,
-            )
-            for chosen in rollout.minibatches(rollouts.kept, groups_per_update=per_update)
-        ]
-        yield Step(run, batches)
+        programs = run.programs
+        batches = learner.minibatches(rollouts, advantage_PG, programs.learning, programs.mesh)
+        yield Step(run, [*batches])
 
 
 def trajectory(step: Step, params, rate: float) -> list:

@@ -27,7 +27,7 @@ from absl import app, flags
 
 from dapo_jax import learner
 from dapo_jax.checkpoints.store import Checkpoints
-from dapo_jax.logprobs import chosen_logprobs
+from dapo_jax.logprobs import Softmax, chosen_logprobs
 from dapo_jax.logs.files import read_json, read_rollouts
 from dapo_jax.report.compare import Quantity, interval_text, paired, signed, spread_text, table
 from dapo_jax.setup import auto_sizes, components, policy
@@ -95,8 +95,8 @@ def measure_of(of: components.Programs) -> Callable[[dict, Batch], jax.Array]:
             micro = learner.micro_batch(batch, i)
             run = {"graph": graph, "mesh": of.mesh, "learning": how}
             x_BTD, head_DV, _ = learner.forward(params, None, micro, **run)
-            head = {"temperature": 1.0, "vocab_size": how.vocab_size, "mesh": of.mesh}
-            logp_BT, entropy_BT = chosen_logprobs(x_BTD, head_DV, micro.target_BT, **head)
+            softmax = Softmax(1.0, how.vocab_size, of.mesh)
+            logp_BT, entropy_BT = chosen_logprobs(x_BTD, head_DV, micro.target_BT, softmax)
             of_token = (jnp.ones_like(logp_BT), entropy_BT, logp_BT)
             return total_3 + jnp.stack(
                 [jnp.sum(jnp.where(micro.is_response_BT, value, 0.0)) for value in of_token]

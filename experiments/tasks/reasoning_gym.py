@@ -75,9 +75,7 @@ def _generated(*request) -> list[dict]:
 
     A resumed run would have others, and be refused.
     """
-    with isolated.Pool(
-        f"{__name__}:generator", name="generator", num_workers=1, cpu_seconds=GENERATOR_SECONDS
-    ) as pool:
+    with isolated.Pool(f"{__name__}:generator", 1, cpu_seconds=GENERATOR_SECONDS) as pool:
         (reply,) = pool.ask([pickle.dumps(request)]).values()
     entries = pickle.loads(reply.answer) if reply.status == "done" else reply.status
     if isinstance(entries, str):
@@ -127,9 +125,7 @@ def _without(answer: str | None) -> Verdict:
 @functools.cache
 def _scorers() -> isolated.Pool:
     """Starts the pool that this process shares, at the first call."""
-    return isolated.Pool(
-        f"{__name__}:scorer", name="reasoning_gym", num_workers=isolated.one_a_core()
-    )
+    return isolated.Pool(f"{__name__}:scorer", isolated.one_a_core())
 
 
 def scorer() -> Callable[[bytes], Callable[[], bytes]]:

@@ -15,9 +15,9 @@ import optax
 from absl import logging
 from flax import nnx
 
-from dapo_jax.logprobs import head_loss
+from dapo_jax.logprobs import Softmax, head_loss
 from dapo_jax.tasks.tokenizer import Tokenizer
-from models import save_hf
+from models.hf import save_hf
 from models.kernels.packed import packed_attention
 from models.parameters import ModelConfig
 from models.transformer import segment_positions
@@ -92,7 +92,7 @@ def fit(
         x_BTD, _ = model.hidden(
             tokens_BT,
             positions_BT,
-            lambda q, k, v: packed_attention(q, k, v, segment_BT, no_branch_BT),
+            lambda q, k, v, window: packed_attention(q, k, v, segment_BT, no_branch_BT),
             remat="none",
         )
         weight_BT = target_BT[:, 1:]
@@ -102,9 +102,7 @@ def fit(
             tokens_BT[:, 1:],
             weight_BT,
             lambda logp, weight: (-logp * weight, {}),
-            temperature=1.0,
-            vocab_size=vocab_size,
-            mesh=mesh,
+            Softmax(temperature=1.0, vocab_size=vocab_size, mesh=mesh),
         )
         return loss / jnp.sum(weight_BT)
 

@@ -38,11 +38,11 @@ class Kernels:
     """
 
     attend_rows: Callable
-    shares_prompts: bool
-    attend_pages: Callable | None
-    write_pages: Callable | None
-    learn_product: Callable
     decode_product: Callable
+    learn_product: Callable = jnp.einsum
+    shares_prompts: bool = True
+    attend_pages: Callable | None = None
+    write_pages: Callable | None = None
     copy_pages: Callable = xla.copy_pages
     page_tokens: Callable[[int, int], int] = lambda C, H: C
     unrolls_layers: bool = False
@@ -87,7 +87,6 @@ def _tpu(*, interpret: bool) -> Kernels:
         write_pages=functools.partial(pages_tpu.write_pages, interpret=interpret),
         copy_pages=functools.partial(pages_tpu.copy_pages, interpret=interpret),
         page_tokens=lambda C, H: C if interpret or H % LANES == 0 else C + -C % LANES,
-        learn_product=jnp.einsum,
         # A CPU's product where a CPU interprets the kernels: so its rows keep their bits.
         decode_product=cpu.weights_first if interpret else jnp.einsum,
         wide_options={} if interpret else _tiles(32),
@@ -99,24 +98,15 @@ def _tpu(*, interpret: bool) -> Kernels:
 def _gpu(*, interpret: bool) -> Kernels:
     return Kernels(
         attend_rows=functools.partial(flash_gpu.flash_attention, interpret=interpret),
-        shares_prompts=True,
         attend_pages=functools.partial(paged_gpu.paged_attention, interpret=interpret),
         write_pages=xla.write_pages,
         page_tokens=lambda C, H: C if interpret else triton.padded(C),
-        learn_product=jnp.einsum,
         decode_product=cpu.weights_first if interpret else jnp.einsum,  # as in `_tpu`
         platform="cpu" if interpret else "gpu",
     )
 
 
-XLA = Kernels(
-    attend_rows=packed.packed_attention,
-    shares_prompts=True,
-    attend_pages=None,
-    write_pages=None,
-    learn_product=jnp.einsum,
-    decode_product=cpu.weights_first,
-)
+XLA = Kernels(attend_rows=packed.packed_attention, decode_product=cpu.weights_first)
 KERNELS = {
     "cpu": dataclasses.replace(
         XLA,

@@ -130,7 +130,6 @@ def _keys(array_BTKH):
 
 
 def _in_order(array_IW, pairs):
-    """Sorts what was computed for order_IW by query block."""
     place_Q = jnp.argsort(pairs.order_IW.reshape(-1))[: len(pairs.count_Q)]
     return array_IW.reshape(-1, *array_IW.shape[2:])[place_Q]
 

@@ -183,7 +183,6 @@ def _kernel(
         return jnp.where(slot < end, jnp.minimum(pages_left(slot, block), M), 0)
 
     def copies(item, m, pool):
-        """The reads of page m of an item from a pool."""
         slot, block, buffer = item
         page = page_ref[slot - first, block * M + m]
         for i, (hbm_ref, ref) in enumerate(zip(pool, (k_ref, v_ref), strict=True)):

@@ -9,14 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
-from jax.experimental.pallas.ops.tpu.splash_attention import (
-    BlockSizes,
-    CausalMask,
-    LocalMask,
-    MultiHeadMask,
-    SegmentIds,
-    make_splash_mha_single_device,
-)
+from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
 from models.kernels.xla import ATTENTION, padded
 
@@ -85,13 +78,15 @@ def splash_attention(
     segment_BT = pad(segment_BT)
     T = segment_BT.shape[1]
     sides = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv")
-    mask = CausalMask((T, T)) if window is None else LocalMask((T, T), (window - 1, 0), 0)
-    sizes = BlockSizes(**dict.fromkeys(sides, block), use_fused_bwd_kernel=True)
+    mask = splash.CausalMask((T, T))
+    if window is not None:
+        mask = splash.LocalMask((T, T), (window - 1, 0), 0)
+    sizes = splash.BlockSizes(**dict.fromkeys(sides, block), use_fused_bwd_kernel=True)
 
     def attend(row):
         q_NTH, k_KTH, v_KTH, segment_T, visited_IJ = row
-        kernel = make_splash_mha_single_device(
-            MultiHeadMask([mask]),
+        kernel = splash.make_splash_mha_single_device(
+            splash.MultiHeadMask([mask]),
             block_sizes=sizes,
             residual_checkpoint_name=ATTENTION,
             interpret=interpret,
@@ -102,7 +97,7 @@ def splash_attention(
                 data_next=fetched_IJ[None], block_mask=visited_IJ[None].astype(jnp.int32)
             )
             setattr(kernel, f"{name}_mask_info", info)
-        heads = functools.partial(kernel, segment_ids=SegmentIds(segment_T, segment_T))
+        heads = functools.partial(kernel, segment_ids=splash.SegmentIds(segment_T, segment_T))
         if cores(interpret=interpret) == 1:
             return heads(q_NTH, k_KTH, v_KTH)
         # The backward goes over its heads on one core. The steps that vmap adds are split over the

@@ -6,11 +6,10 @@ stored transposed, with the tokens last, which measured fastest. Scores and soft
 probabilities are cast to the values' dtype before their product.
 """
 
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 ATTENTION = "attention"  # the name of what attention over rows gives, for models.transformer.REMAT
 MASKED = -1e30  # finite: a row with nothing to attend to gives a uniform softmax, never NaN
@@ -33,19 +32,18 @@ def attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS):
     return jnp.einsum("BKGTS,BSKH->BTKGH", prob_BKGTS, v_BSKH).reshape(B, T, N, H)
 
 
-@struct.dataclass
-class PageTable:
+class PageTable(NamedTuple):
     """Lists the pages that each of B decoding slots reads, in order. int32; no others are read.
 
     prompt_BI: pages of its prompt, which up to R slots of the group read, this one as reader
     `reader_B`; response_BJ: pages of its own. prompt_tokens_B, response_tokens_B: tokens in them.
     """
 
-    prompt_BI: Any
-    response_BJ: Any
-    prompt_tokens_B: Any
-    response_tokens_B: Any
-    reader_B: Any
+    prompt_BI: jax.Array
+    response_BJ: jax.Array
+    prompt_tokens_B: jax.Array
+    response_tokens_B: jax.Array
+    reader_B: jax.Array
 
 
 def page_order(table: PageTable, *, page_tokens: int):
@@ -58,30 +56,15 @@ def page_order(table: PageTable, *, page_tokens: int):
     return jnp.take_along_axis(both_BX, jnp.minimum(place_BX, I + J - 1), axis=1)
 
 
-@struct.dataclass
-class Pieces:
-    """Holds what XLA needs of a PageTable: the slots that read each page, and its live tokens.
+def pieces(table: PageTable, *, prompt_pages: int, readers: int, pages: int, page_tokens: int):
+    """Says what XLA needs of a table: (reader_URB, live_U, reader_P1B, live_P, entry_BX).
 
-    Attention is computed page by page, for all readers of a page at once, and the pieces of each
-    slot are put together: entry_BX says where they are. E, the number of pieces, means none.
-    Readers are rows of zeros with a one: a product with them moves a query to its pages exactly,
-    and measured ten times as fast as a gather on CPU.
-    """
-
-    reader_URB: Any
-    live_U: Any
-    reader_P1B: Any
-    live_P: Any
-    entry_BX: Any
-
-
-def pieces(
-    table: PageTable, *, prompt_pages: int, readers: int, pages: int, page_tokens: int
-) -> Pieces:
-    """Makes Pieces of U = prompt_pages pages of R = readers slots and P = pages of one slot each.
-
-    The pieces are numbered in the order of `combine`: U * R of prompts, P of responses, and one
-    a slot for the block being decoded.
+    Attention is computed page by page, for all readers of a page at once: U = prompt_pages pages of
+    R = readers slots, and P = pages of one slot each. Readers are rows of zeros with a one: a
+    product with them moves a query to its pages exactly, and measured ten times as fast as a gather
+    on CPU. live: tokens of a page. The pieces of each slot are where entry_BX says, E for none: in
+    the order of `combine` U * R of prompts, P of responses, and one a slot for the block being
+    decoded.
     """
     U, R, P, C = prompt_pages, readers, pages, page_tokens
     B, I = table.prompt_BI.shape
@@ -95,13 +78,12 @@ def pieces(
     none = U * R + P + B
     of_prompt_BI = jnp.where(live_BI > 0, prompt_BI * R + table.reader_B[:, None], none)
     of_response_BJ = jnp.where(live_BJ > 0, U * R + response_BJ, none)
-    return Pieces(
-        reader_URB=jnp.zeros((U, R, B)).at[prompt_BI, table.reader_B[:, None], slot_B1].set(1),
-        live_U=jnp.zeros(U, jnp.int32).at[prompt_BI].set(live_BI),
-        reader_P1B=jnp.zeros((P, 1, B)).at[response_BJ, 0, slot_B1].set(1),
-        live_P=jnp.zeros(P, jnp.int32).at[response_BJ].set(live_BJ),
-        entry_BX=jnp.concatenate([of_prompt_BI, of_response_BJ, U * R + P + slot_B1], axis=1),
-    )
+    reader_URB = jnp.zeros((U, R, B)).at[prompt_BI, table.reader_B[:, None], slot_B1].set(1)
+    live_U = jnp.zeros(U, jnp.int32).at[prompt_BI].set(live_BI)
+    reader_P1B = jnp.zeros((P, 1, B)).at[response_BJ, 0, slot_B1].set(1)
+    live_P = jnp.zeros(P, jnp.int32).at[response_BJ].set(live_BJ)
+    entry_BX = jnp.concatenate([of_prompt_BI, of_response_BJ, U * R + P + slot_B1], axis=1)
+    return reader_URB, live_U, reader_P1B, live_P, entry_BX
 
 
 def of_readers(q_BNH, reader_PRB):
@@ -189,47 +171,49 @@ def combine(partials, entry_BX, *, dtype):
     return out_BKGH.reshape(-1, K * G, H).astype(dtype)
 
 
-class NearPages:
-    """Holds the pages of every slot that a window sees, from the first step of a block on."""
+def near_attention(prompt_pool, pool, table: PageTable, *, window: int):
+    """Takes the pages of every slot that a window sees, from the first step of a block on.
 
-    def __init__(self, prompt_pool, pool, table: PageTable, *, window: int):
-        C = pool[1].shape[2]
-        counts = table.prompt_tokens_B, table.response_tokens_B
-        page_BX, prompt_B, tokens_B, self._hidden_B = window_pages(
-            page_order(table, page_tokens=C),
-            *(*counts, jnp.ones_like(table.prompt_tokens_B)),
-            window=window,
-            page_tokens=C,
-        )
-        prompt_B1, tokens_B1 = prompt_B[:, None], tokens_B[:, None]
-        begin_BX = C * jnp.arange(page_BX.shape[1]) + jnp.zeros_like(page_BX)
-        filled_B1 = -(-prompt_B1 // C) * C
-        of_prompt_BX = begin_BX < filled_B1
-        place_BX = jnp.where(of_prompt_BX, begin_BX, begin_BX - filled_B1)
-        self._live_BX = jnp.where(of_prompt_BX, prompt_B1, tokens_B1) - place_BX
-        self._before_BX = jnp.where(of_prompt_BX, 0, prompt_B1) + place_BX
-        self._window, self._pools = window, []
-        for prompts, responses in zip(prompt_pool, pool, strict=True):
-            pages = (a[jnp.minimum(page_BX, len(a) - 1)] for a in (prompts, responses))
-            of_prompt = of_prompt_BX[..., None, None, None]
-            page_BXKHC = jnp.where(of_prompt, *pages)
-            self._pools.append(page_BXKHC.reshape(-1, *page_BXKHC.shape[2:]))
+    Returns attend(q_BNH, block, live_B) -> out_BNH, which sees them and the first live_B tokens of
+    a block.
+    """
+    C = pool[1].shape[2]
+    counts = table.prompt_tokens_B, table.response_tokens_B
+    page_BX, prompt_B, tokens_B, hidden_B = window_pages(
+        page_order(table, page_tokens=C),
+        *(*counts, jnp.ones_like(table.prompt_tokens_B)),
+        window=window,
+        page_tokens=C,
+    )
+    B, X = page_BX.shape
+    prompt_B1, tokens_B1 = prompt_B[:, None], tokens_B[:, None]
+    begin_BX = C * jnp.arange(X) + jnp.zeros_like(page_BX)
+    filled_B1 = -(-prompt_B1 // C) * C
+    of_prompt_BX = begin_BX < filled_B1
+    place_BX = jnp.where(of_prompt_BX, begin_BX, begin_BX - filled_B1)
+    live_BX = jnp.where(of_prompt_BX, prompt_B1, tokens_B1) - place_BX
+    before_BX = jnp.where(of_prompt_BX, 0, prompt_B1) + place_BX
+    near_pool = []
+    for prompts, responses in zip(prompt_pool, pool, strict=True):
+        pages = (a[jnp.minimum(page_BX, len(a) - 1)] for a in (prompts, responses))
+        page_BXKHC = jnp.where(of_prompt_BX[..., None, None, None], *pages)
+        near_pool.append(page_BXKHC.reshape(-1, *page_BXKHC.shape[2:]))
 
-    def attend(self, q_BNH, block, live_B):
-        """Attends to them and to the first live_B tokens of a block: out_BNH."""
-        B, X = self._live_BX.shape
-        recent = page_attention(q_BNH[:, None], *block, live_B, live_B - self._window)
-        hidden_B1 = (self._hidden_B + live_B - 1)[:, None]
+    def attend(q_BNH, block, live_B):
+        recent = page_attention(q_BNH[:, None], *block, live_B, live_B - window)
+        hidden_B1 = (hidden_B + live_B - 1)[:, None]
         near = page_attention(
             jnp.repeat(q_BNH, X, axis=0)[:, None],
-            *self._pools,
-            self._live_BX.reshape(-1),
-            (hidden_B1 - self._before_BX).reshape(-1),
+            *near_pool,
+            live_BX.reshape(-1),
+            (hidden_B1 - before_BX).reshape(-1),
         )
         slot_B1 = jnp.arange(B)[:, None]
-        of_page_BX = jnp.where(self._live_BX > 0, slot_B1 * X + jnp.arange(X), B * X + B)
+        of_page_BX = jnp.where(live_BX > 0, slot_B1 * X + jnp.arange(X), B * X + B)
         entry_BX = jnp.concatenate([of_page_BX, B * X + slot_B1], axis=1)
         return combine([near, recent], entry_BX, dtype=q_BNH.dtype)
+
+    return attend
 
 
 def copy_pages(pool, source_pool, page_M, source_page_M):
@@ -253,10 +237,10 @@ def write_pages(k_PKHC, v_PKCH, k_BKHS, v_BKSH, page_B, offset_B):
     """
     page_B1 = jnp.where(page_B > 0, page_B, len(k_PKHC) + jnp.arange(len(page_B)))[:, None]
     token_BS = offset_B[:, None] + jnp.arange(v_BKSH.shape[2])
-    how = {"mode": "drop", "unique_indices": True}
     k_BSKH, v_BSKH = k_BKHS.transpose(0, 3, 1, 2), v_BKSH.swapaxes(1, 2)
-    k_PKHC = k_PKHC.at[page_B1, :, :, token_BS].set(k_BSKH, **how)
-    return k_PKHC, v_PKCH.at[page_B1, :, token_BS].set(v_BSKH, **how)
+    k_PKHC = k_PKHC.at[page_B1, :, :, token_BS].set(k_BSKH, mode="drop", unique_indices=True)
+    v_PKCH = v_PKCH.at[page_B1, :, token_BS].set(v_BSKH, mode="drop", unique_indices=True)
+    return k_PKHC, v_PKCH
 
 
 def padded(array_BT, multiple: int):
