@@ -8,6 +8,7 @@ import random
 import re
 import sys
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest import mock
 
@@ -17,10 +18,13 @@ from byte_tokenizers import CHATML, bpe, load
 from engines import (
     FEW,
     ROOMY,
+    RUN_KEY,
     SAMPLING,
     SMALL,
     build,
+    by_request,
     chosen,
+    drain,
     same_bits,
     sample_prompts,
     teacher_forced,
@@ -34,12 +38,12 @@ from transformers import AutoTokenizer
 
 from dapo_jax import train
 from dapo_jax.checkpoints import fingerprint
+from dapo_jax.checkpoints.progress import Progress
 from dapo_jax.episodes import Answer, Environments
 from dapo_jax.logs.files import read_rollouts
 from dapo_jax.logs.record import rollout_rows, samples
 from dapo_jax.sampler import session as session_module
-from dapo_jax.sampler.session import LONG_ANSWER
-from dapo_jax.setup import checks
+from dapo_jax.sampler.session import LONG_ANSWER, Session, Stream
 from dapo_jax.tasks.base import graded, make_task
 from dapo_jax.tasks.datasets import load_dataset
 from dapo_jax.tasks.environments import EnvironmentFailed, Episode, Factory, tool_calls
@@ -194,6 +198,36 @@ def test_an_episodes_bits_depend_on_no_schedule(cache, shards, reference):
         other = expected[request]
         assert np.array_equal(response.sampled_T, other.sampled_T), request
         assert (response.stopped, response.measures) == (other.stopped, other.measures)
+
+
+@pytest.mark.parametrize(("cache", "blocks"), [(SPARE, (1, 2, 4)), (SCARCE, (3, 7))])
+def test_an_episode_goes_on_in_another_session_as_if_it_had_never_stopped(cache, blocks, reference):
+    """Turns without an answer yet too, whose environment is asked again; by what is saved."""
+    params, expected = reference
+    engine, *rest = build(SMALL, cache, params)
+    waited = 0
+    for after in blocks:
+        sessions = [Session(engine, *rest, Stream(RUN_KEY, LONG), environments=Scripted())]
+        for cursor, prompt in FEW.items():
+            sessions[0].submit(cursor, Prompt(prompt), group_size=5, keeps=True)
+        found = [group for _ in range(after) for group in sessions[0].step()]
+        saved = json.loads(json.dumps(Progress(partial=sessions[0].pause()).to_json()))
+        sessions.append(Session(engine, *rest, Stream(RUN_KEY, LONG), environments=Scripted()))
+        for it in Progress.from_json(saved).partial:
+            prompt = Prompt(FEW[it.cursor])
+            sessions[1].submit(it.cursor, prompt, group_size=5, keeps=True, partial=it)
+            pairs = zip(it.responses, it.unfinished_G, strict=True)
+            waited += sum(response.stopped and more for response, more in pairs)
+        responses = by_request(found) | drain(sessions[1])
+        assert responses.keys() == expected.keys()
+        for request, response in responses.items():
+            other = expected[request]
+            assert np.array_equal(response.tokens_T, other.tokens_T), request
+            assert np.array_equal(response.sampled_T, other.sampled_T), request
+            assert (response.stopped, response.measures) == (other.stopped, other.measures)
+            gap_T = response.behavior_logp_T - other.behavior_logp_T
+            np.testing.assert_allclose(gap_T, 0, atol=2e-5)
+    assert waited
 
 
 def test_given_tokens_stand_where_the_environment_put_them_and_are_seen(reference):
@@ -524,6 +558,22 @@ def test_what_fails_outside_a_tool_is_no_wrong_answer(failures, says, message):
         plays("abc", failures, says)
 
 
+def test_an_episode_that_goes_on_elsewhere_is_played_again():
+    """With its own answers, or the run ends by the name of the environment."""
+    factories = {"data.train": Factory("x:Broken", Broken, 1.0)}
+    tokens, prompt = np.array([*b"a", 0, *b"same", *b"b", 0]), Prompt([1], EXAMPLE, "data.train")
+    given = np.isin(np.arange(len(tokens)), range(2, 6))
+    response = Response(tokens, np.zeros(len(tokens)), True, given_T=given)
+    for says, error in ((), None), (("other",) * 3, "answers .*other.* which it answered 'same'"):
+        Broken.failures, Broken.says = 0, iter(says)
+        running = Environments(factories, Letters(), max_turns=2)
+        running.ask((0, 0), 0, prompt, response, 9)
+        with pytest.raises(EnvironmentFailed, match=error) if error else nullcontext():
+            ((_, answer),) = running.answers(wait=True)
+            said = [turn["content"] for turn in answer.turns]
+            assert said == ["a", "same", "b"] and answer.measures["turns"] == 2
+
+
 def test_a_thread_that_would_die_gives_an_answer(monkeypatch):
     """A tool's result that calls exit() where it is written as text: the run waited for ever."""
     monkeypatch.setattr(Letters, "between", lambda *_: sys.exit(3))
@@ -581,7 +631,7 @@ class Slow(Retry):
         return super().step(text)
 
 
-def run(workdir, num_steps):
+def run(workdir, num_steps, **more):
     keys = {
         "num_steps": num_steps,
         **{"rollout.max_response_tokens": 96, "learner.row_tokens": 512},
@@ -590,9 +640,13 @@ def run(workdir, num_steps):
         "eval.sets.arithmetic.count": 3,
         **{"eval.every_steps": 1, "checkpoint.every_steps": 1},
     }
-    train.train(small_config(**keys), workdir)
+    train.train(small_config(**keys | more), workdir)
     rows = rows_without_timings(workdir)
-    return [{k: v for k, v in row.items() if not k.startswith(SCHEDULE)} for row in rows]
+    return (
+        rows
+        if more
+        else [{k: v for k, v in row.items() if not k.startswith(SCHEDULE)} for row in rows]
+    )
 
 
 @pytest.mark.usefixtures("programs_compiled_once")
@@ -609,6 +663,19 @@ def test_a_run_of_episodes_resumes_bitwise_and_says_what_they_were(tmp_path):
         turns = int(row["measures"]["turns"])
         assert who == (*["assistant", "environment"] * (turns - 1), "assistant")
         assert set(said[1::2]) <= {"No. Again:"} and row["response"].startswith(said[0])
+
+
+@pytest.mark.slow
+def test_episodes_go_on_in_the_next_step_and_resume_bitwise(tmp_path):
+    """Whatever the times that environments take: all rows are the same, the engine's too."""
+    goes_on = {"rollout.partial_rollout_steps": 2}
+    rows = run(tmp_path / "whole", 3, **goes_on)
+    run(tmp_path / "stopped", 2, **goes_on)
+    saved = tmp_path / "stopped" / "checkpoints" / "2" / "progress" / "metadata"
+    assert "given" in saved.read_text()
+    assert run(tmp_path / "stopped", 3, **goes_on) == rows
+    assert rows[-1]["staleness/tokens_fraction"] > 0
+    assert all(row["ratio_gap"] < 1e-5 for row in rows[:1])
 
 
 @pytest.mark.slow
@@ -633,13 +700,6 @@ def test_a_changed_environment_is_another_run():
     found = fingerprint.of_code(config)["data.train.environment"]
     code = pathlib.Path(__file__).read_bytes()
     assert found == {"tests.test_episodes": hashlib.sha256(code).hexdigest()[:32]}
-
-
-def test_episodes_do_not_go_on_in_the_next_step_yet():
-    keys = {"data.train.environment": "tests.x:Y", "rollout.partial_rollout_steps": 1}
-    config = small_config(**keys)
-    with pytest.raises(ValueError, match="partial_rollout_steps = 1, but episodes end in the step"):
-        checks.check(config)
 
 
 def test_a_file_for_an_environment_has_columns_and_needs_no_answer(tmp_path):
