@@ -50,6 +50,7 @@ from dapo_jax.tasks.environments import EnvironmentFailed, Episode, Factory, too
 from dapo_jax.types import Example, Group, Prompt, Response
 from experiments.tasks import textarena
 from experiments.tasks.guess import Guess, Guesses, Silent
+from models.qwen3_moe import Qwen3MoeConfig
 
 EXAMPLE = Example(({"role": "user", "content": "Go"},), "7", "rows", 3, {"secret": 7})
 
@@ -172,26 +173,34 @@ def played(engine, params, environments):
     return sample_prompts(engine, params, LONG, **how)[0]
 
 
-@pytest.fixture(scope="module", params=[LONG_ANSWER, 2])
+EXPERTS = Qwen3MoeConfig(
+    *(64, 32, 48, 2, 4, 2, 8, True),
+    **{"num_experts": 6, "experts_per_token": 2, "expert_width": 24, "norm_topk": True},
+)
+KINDS = [(SMALL, LONG_ANSWER), (SMALL, 2), pytest.param((EXPERTS, 64), marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=["fed", "computed", "experts"])
 def reference(request):
     """With answers fed in the block, and those over two tokens computed together."""
-    params = random_params(SMALL)[1]
-    engine, *rest = build(SMALL, SPARE, params)
+    config, longest = request.param
+    params = random_params(config)[1]
+    engine, *rest = build(config, SPARE, params)
     with (
-        mock.patch.object(session_module, "LONG_ANSWER", request.param),
+        mock.patch.object(session_module, "LONG_ANSWER", longest),
         mock.patch.object(engine, "recompute", wraps=engine.recompute) as recompute,
     ):
-        yield params, played(engine, *rest, Scripted())
-        assert recompute.called == (request.param == 2)
+        yield config, params, played(engine, *rest, Scripted())
+        assert recompute.called == (longest == 2)
 
 
 @pytest.mark.parametrize(("cache", "shards"), [(SCARCE, 1), (SPARE, 2), (SCARCE, 2)])
 def test_an_episodes_bits_depend_on_no_schedule(cache, shards, reference):
     """Slow answers, few pages that preempt, and shards between which samples move."""
-    params, expected = reference
+    config, params, expected = reference
     rng = np.random.default_rng(0)
     slow = Scripted(lambda: rng.exponential(0.02))
-    found = played(*build(SMALL, cache, params, shards=shards), slow)
+    found = played(*build(config, cache, params, shards=shards), slow)
     assert found.keys() == expected.keys() and len(expected) == 20
     same_bits(found, expected)
     for request, response in found.items():
@@ -203,8 +212,8 @@ def test_an_episodes_bits_depend_on_no_schedule(cache, shards, reference):
 @pytest.mark.parametrize(("cache", "blocks"), [(SPARE, (1, 2, 4)), (SCARCE, (3, 7))])
 def test_an_episode_goes_on_in_another_session_as_if_it_had_never_stopped(cache, blocks, reference):
     """Turns without an answer yet too, whose environment is asked again; by what is saved."""
-    params, expected = reference
-    engine, *rest = build(SMALL, cache, params)
+    config, params, expected = reference
+    engine, *rest = build(config, cache, params)
     waited = 0
     for after in blocks:
         sessions = [Session(engine, *rest, Stream(RUN_KEY, LONG), environments=Scripted())]
@@ -227,14 +236,15 @@ def test_an_episode_goes_on_in_another_session_as_if_it_had_never_stopped(cache,
             assert (response.stopped, response.measures) == (other.stopped, other.measures)
             gap_T = response.behavior_logp_T - other.behavior_logp_T
             np.testing.assert_allclose(gap_T, 0, atol=2e-5)
+            assert config is SMALL or np.array_equal(response.route_TLA, other.route_TLA)
     assert waited
 
 
 def test_given_tokens_stand_where_the_environment_put_them_and_are_seen(reference):
     """Each log-probability is that of the whole text, as one forward pass has it."""
-    params, responses = reference
+    config, params, responses = reference
     assert any(response.given_T is not None for response in responses.values())
-    logits = teacher_forced((random_params(SMALL)[0], params), responses)
+    logits = teacher_forced((random_params(config)[0], params), responses)
     for (cursor, sample), response in responses.items():
         given, sampled_T = np.flatnonzero(~response.sampled_T), response.sampled_T
         assert np.all(response.behavior_logp_T[given] == 0)
