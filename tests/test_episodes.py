@@ -47,7 +47,7 @@ from dapo_jax.sampler.session import LONG_ANSWER, Session, Stream
 from dapo_jax.tasks.base import graded, make_task
 from dapo_jax.tasks.datasets import load_dataset
 from dapo_jax.tasks.environments import EnvironmentFailed, Episode, Factory, tool_calls
-from dapo_jax.types import Example, Group, Prompt, Response
+from dapo_jax.types import Example, Group, PartialGroup, Prompt, Response
 from experiments.tasks import textarena
 from experiments.tasks.guess import Guess, Guesses, Silent
 from models.qwen3_moe import Qwen3MoeConfig
@@ -209,25 +209,44 @@ def test_an_episodes_bits_depend_on_no_schedule(cache, shards, reference):
         assert (response.stopped, response.measures) == (other.stopped, other.measures)
 
 
-@pytest.mark.parametrize(("cache", "blocks"), [(SPARE, (1, 2, 4)), (SCARCE, (3, 7))])
-def test_an_episode_goes_on_in_another_session_as_if_it_had_never_stopped(cache, blocks, reference):
-    """Turns without an answer yet too, whose environment is asked again; by what is saved."""
+def resaved(partial):
+    """What a checkpoint gives back."""
+    return Progress.from_json(json.loads(json.dumps(Progress(partial=partial).to_json()))).partial
+
+
+@pytest.mark.parametrize(
+    ("cache", "sessions"), [(SPARE, [(1,), (2, 1), (4, 1)]), (SCARCE, [(3, 1, 6), (7, 1)])]
+)
+def test_an_episode_goes_on_in_other_sessions_as_if_it_had_never_stopped(
+    cache, sessions, reference
+):
+    """Turns without an answer yet too, whose environment is asked again; by what is saved.
+
+    sessions: the blocks of each but the last.
+    """
     config, params, expected = reference
     engine, *rest = build(config, cache, params)
+    nothing = Response(np.zeros(0, np.int32), np.zeros(0, np.float32), stopped=False)
     waited = 0
-    for after in blocks:
-        sessions = [Session(engine, *rest, Stream(RUN_KEY, LONG), environments=Scripted())]
-        for cursor, prompt in FEW.items():
-            sessions[0].submit(cursor, Prompt(prompt), group_size=5, keeps=True)
-        found = [group for _ in range(after) for group in sessions[0].step()]
-        saved = json.loads(json.dumps(Progress(partial=sessions[0].pause()).to_json()))
-        sessions.append(Session(engine, *rest, Stream(RUN_KEY, LONG), environments=Scripted()))
-        for it in Progress.from_json(saved).partial:
-            prompt = Prompt(FEW[it.cursor])
-            sessions[1].submit(it.cursor, prompt, group_size=5, keeps=True, partial=it)
-            pairs = zip(it.responses, it.unfinished_G, strict=True)
+    for blocks in sessions:
+        responses = {}
+        partial = [PartialGroup(cursor, (nothing,) * 5, (True,) * 5) for cursor in FEW]
+        for steps in (*blocks, None):
+            session = Session(engine, *rest, Stream(RUN_KEY, LONG), environments=Scripted())
+            for it in resaved(partial):
+                prompt = Prompt(FEW[it.cursor])
+                session.submit(it.cursor, prompt, group_size=5, keeps=True, partial=it)
+            if steps is None:
+                responses |= drain(session)
+                break
+            responses |= by_request([it for _ in range(steps) for it in session.step()])
+            partial = session.pause()
+            pairs = [
+                (r, m)
+                for it in partial
+                for r, m in zip(*(it.responses, it.unfinished_G), strict=True)
+            ]
             waited += sum(response.stopped and more for response, more in pairs)
-        responses = by_request(found) | drain(sessions[1])
         assert responses.keys() == expected.keys()
         for request, response in responses.items():
             other = expected[request]
