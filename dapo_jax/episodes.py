@@ -5,12 +5,12 @@
 Each turn is answered in a thread of its own, on the process that the group belongs to. What was
 sampled is never encoded again: an answer is the tokens that the chat template puts between two
 turns (`Tokenizer.between`). Bits of samples depend on no schedule, so answers may come at any time.
-An environment that fails outside a tool is made anew and gets the turns again, which have to be
-answered alike; after ATTEMPTS the run stops with the row and the conversation.
+An environment that fails outside a tool is made anew and gets the turns again, and so does one
+whose episode goes on in another session. They have to be answered with the same tokens; after
+ATTEMPTS the run stops with the row and the conversation.
 """
 
 import dataclasses
-import itertools
 import operator
 import queue
 import threading
@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dapo_jax.process import hosts
-from dapo_jax.tasks.environments import EnvironmentFailed, Episode, Factory, replayed
+from dapo_jax.tasks.environments import EnvironmentFailed, Episode, Factory
 from dapo_jax.tasks.tokenizer import Tokenizer
 from dapo_jax.types import Message, Prompt, Response, Verdict
 
@@ -42,20 +42,15 @@ class Answer(NamedTuple):
     is_cut: bool = False
 
 
-@dataclasses.dataclass
-class _Played:
-    """An episode, and what was said in it."""
+class _Played(NamedTuple):
+    """An episode, and what its sides said."""
 
-    episode: Episode | None = None
-    turns: list[str] = dataclasses.field(default_factory=list)
-    answers: list[list[Message]] = dataclasses.field(default_factory=list)
+    episode: Episode
+    said: list[Message]
 
-    def conversation(self) -> list[Message]:
-        said = []
-        for text, answer in itertools.zip_longest(self.turns, self.answers, fillvalue=()):
-            said.append({"role": "assistant", "content": text})
-            said += [{"role": "environment", "content": it["content"]} for it in answer]
-        return said
+    def add(self, turn: str, messages: Sequence[Message]) -> None:
+        answers = ({"role": "environment", "content": it["content"]} for it in messages)
+        self.said.extend(({"role": "assistant", "content": turn}, *answers))
 
 
 class Environments:
@@ -116,39 +111,55 @@ class Environments:
             answer = self._answered(where, prompt, response, room)
         except BaseException as error:  # without an answer the run would wait for ever
             answer = f"{prompt.example.source}, row {prompt.example.row}: {error}"
-            turns = self._played[where].turns if where in self._played else []
+            turns = map(self._text, response.turns_T[::2])
             answer += "".join(f"\n  turn {i}: {text!r:.300}" for i, text in enumerate(turns, 1))
         self._answers.put((where, answer))
 
     def _answered(self, where: Where, prompt: Prompt, response: Response, room: int) -> Answer:
-        played = self._played.setdefault(where, _Played())
-        played.turns.append(self._tokenizer.decode(response.last_turn_T.tolist()))
-        factory = self._factories[prompt.key]
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                if played.episode is None:
-                    turns, answers = played.turns[:-1], played.answers
-                    played.episode = replayed(factory, prompt.example, turns, answers)
+                played = self._played.pop(where, None) or self._replayed(prompt, response)
                 return self._next(where, played, response, room)
             except EnvironmentFailed:
-                played.episode = None
                 if attempt == ATTEMPTS:
                     raise
         raise AssertionError
 
+    def _replayed(self, prompt: Prompt, response: Response) -> _Played:
+        """Begins an episode anew and repeats its turns but for the last.
+
+        Raises EnvironmentFailed where an answer has other tokens than the response.
+        """
+        factory, turns_T = self._factories[prompt.key], response.turns_T
+        played = _Played(Episode(factory, prompt.example), [])
+        for turn_T, answer_T in zip(turns_T[:-1:2], turns_T[1::2], strict=True):
+            text = self._text(turn_T)
+            messages = played.episode.answer(text)
+            found = self._tokenizer.between(messages, int(turn_T[-1])) if messages else []
+            if list(found) != answer_T.tolist():
+                raise EnvironmentFailed(
+                    f"{factory.name} answers {messages!r:.200} to a turn to which it answered "
+                    f"{self._text(answer_T)!r:.200} before: it has to be the same each time"
+                )
+            played.add(text, messages)
+        return played
+
     def _next(self, where: Where, played: _Played, response: Response, room: int) -> Answer:
-        episode, is_cut = played.episode, False
-        messages = episode.answer(played.turns[-1]) if response.stopped else []
+        episode, is_cut, text = played.episode, False, self._text(response.turns_T[-1])
+        messages = episode.answer(text) if response.stopped else []
         if messages and episode.turns < self._max_turns:
             tokens = self._tokenizer.between(messages, int(response.tokens_T[-1]))
             if len(tokens) < room:
-                played.answers.append(messages)
+                played.add(text, messages)
+                self._played[where] = played
                 return Answer(tokens)
             is_cut = True
+        played.add(text, ())
         verdict, measures = episode.verdict(), episode.measures()
         episode.close()
-        self._played.pop(where, None)
-        measures["turns"] = float(len(played.turns))
+        measures["turns"] = float(len(response.turns_T[::2]))
         measures["environment_tokens"] = float(np.sum(~response.sampled_T))
-        said = played.conversation()
-        return Answer(verdict=verdict, measures=measures, turns=said, is_cut=is_cut)
+        return Answer(verdict=verdict, measures=measures, turns=played.said, is_cut=is_cut)
+
+    def _text(self, tokens_T: np.ndarray) -> str:
+        return self._tokenizer.decode(tokens_T.tolist())

@@ -228,7 +228,12 @@ def continued(
     fit = all(
         len(it.responses) == plan.group_size
         and len(response.tokens_T) <= plan.max_tokens
-        and (response.stopped or unfinished or len(response.tokens_T) == plan.max_tokens)
+        and (
+            response.stopped
+            or unfinished
+            or response.turns  # the environment's answer had no room
+            or len(response.tokens_T) == plan.max_tokens
+        )
         for it in partial
         for response, unfinished in zip(it.responses, it.unfinished_G, strict=True)
     )

@@ -98,10 +98,9 @@ class Response:
         return np.ones(len(self.tokens_T), bool) if self.given_T is None else ~self.given_T
 
     @property
-    def last_turn_T(self) -> np.ndarray:
-        """The tokens behind the last that an environment gave."""
-        given = np.flatnonzero(~self.sampled_T)
-        return self.tokens_T[given[-1] + 1 if len(given) else 0 :]
+    def turns_T(self) -> list[np.ndarray]:
+        """The tokens of each turn, and between two those that an environment gave."""
+        return np.split(self.tokens_T, np.flatnonzero(np.diff(self.sampled_T)) + 1)
 
     @property
     def stale_tokens(self) -> int:
@@ -109,9 +108,13 @@ class Response:
         return max(self.ends, default=0)
 
     def continued(self) -> "Response":
-        """The response, ended or not, as the next step finds it: its grade is not kept."""
+        """The response, ended or not, as the next step finds it.
+
+        Its grade is not kept, but for that of an episode, which its environment may have given.
+        """
+        verdict = None if self.turns is None else self.verdict
         ends = (*self.ends, len(self.tokens_T))
-        return dataclasses.replace(self, ends=ends, text=None, verdict=None)
+        return dataclasses.replace(self, ends=ends, text=None, verdict=verdict)
 
 
 TRAINING = 0  # of a session's streams the one that is trained on

@@ -9,6 +9,7 @@ import re
 import shutil
 import sys
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest import mock
 
@@ -18,10 +19,13 @@ from byte_tokenizers import CHATML, bpe, load
 from engines import (
     FEW,
     ROOMY,
+    RUN_KEY,
     SAMPLING,
     SMALL,
     build,
+    by_request,
     chosen,
+    drain,
     same_bits,
     sample_prompts,
     teacher_forced,
@@ -35,18 +39,19 @@ from transformers import AutoTokenizer
 
 from dapo_jax import train
 from dapo_jax.checkpoints import fingerprint
+from dapo_jax.checkpoints.progress import Progress
 from dapo_jax.episodes import Answer, Environments
 from dapo_jax.logs.files import read_rollouts
 from dapo_jax.logs.record import rollout_rows, samples
 from dapo_jax.sampler import session as session_module
-from dapo_jax.sampler.session import LONG_ANSWER
-from dapo_jax.setup import checks
+from dapo_jax.sampler.session import LONG_ANSWER, Session, Stream
 from dapo_jax.tasks.base import graded, make_task
 from dapo_jax.tasks.datasets import load_dataset
 from dapo_jax.tasks.environments import EnvironmentFailed, Episode, Factory, tool_calls
-from dapo_jax.types import Example, Group, Prompt, Response
+from dapo_jax.types import Example, Group, PartialGroup, Prompt, Response
 from experiments.tasks import textarena
 from experiments.tasks.guess import Guess, Guesses, Silent
+from models.qwen3_moe import Qwen3MoeConfig
 
 EXAMPLE = Example(({"role": "user", "content": "Go"},), "7", "rows", 3, {"secret": 7})
 
@@ -169,26 +174,34 @@ def played(engine, params, environments):
     return sample_prompts(engine, params, LONG, **how)[0]
 
 
-@pytest.fixture(scope="module", params=[LONG_ANSWER, 2])
+EXPERTS = Qwen3MoeConfig(
+    *(64, 32, 48, 2, 4, 2, 8, True),
+    **{"num_experts": 6, "experts_per_token": 2, "expert_width": 24, "norm_topk": True},
+)
+KINDS = [(SMALL, LONG_ANSWER), (SMALL, 2), pytest.param((EXPERTS, 64), marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=["fed", "computed", "experts"])
 def reference(request):
     """With answers fed in the block, and those over two tokens computed together."""
-    params = random_params(SMALL)[1]
-    engine, *rest = build(SMALL, SPARE, params)
+    config, longest = request.param
+    params = random_params(config)[1]
+    engine, *rest = build(config, SPARE, params)
     with (
-        mock.patch.object(session_module, "LONG_ANSWER", request.param),
+        mock.patch.object(session_module, "LONG_ANSWER", longest),
         mock.patch.object(engine, "recompute", wraps=engine.recompute) as recompute,
     ):
-        yield params, played(engine, *rest, Scripted())
-        assert recompute.called == (request.param == 2)
+        yield config, params, played(engine, *rest, Scripted())
+        assert recompute.called == (longest == 2)
 
 
 @pytest.mark.parametrize(("cache", "shards"), [(SCARCE, 1), (SPARE, 2), (SCARCE, 2)])
 def test_an_episodes_bits_depend_on_no_schedule(cache, shards, reference):
     """Slow answers, few pages that preempt, and shards between which samples move."""
-    params, expected = reference
+    config, params, expected = reference
     rng = np.random.default_rng(0)
     slow = Scripted(lambda: rng.exponential(0.02))
-    found = played(*build(SMALL, cache, params, shards=shards), slow)
+    found = played(*build(config, cache, params, shards=shards), slow)
     assert found.keys() == expected.keys() and len(expected) == 20
     same_bits(found, expected)
     for request, response in found.items():
@@ -197,11 +210,61 @@ def test_an_episodes_bits_depend_on_no_schedule(cache, shards, reference):
         assert (response.stopped, response.measures) == (other.stopped, other.measures)
 
 
+def resaved(partial):
+    """What a checkpoint gives back."""
+    return Progress.from_json(json.loads(json.dumps(Progress(partial=partial).to_json()))).partial
+
+
+@pytest.mark.parametrize(
+    ("cache", "sessions"), [(SPARE, [(1,), (2, 1), (4, 1)]), (SCARCE, [(3, 1, 6), (7, 1)])]
+)
+def test_an_episode_goes_on_in_other_sessions_as_if_it_had_never_stopped(
+    cache, sessions, reference
+):
+    """Turns without an answer yet too, whose environment is asked again; by what is saved.
+
+    sessions: the blocks of each but the last.
+    """
+    config, params, expected = reference
+    engine, *rest = build(config, cache, params)
+    nothing = Response(np.zeros(0, np.int32), np.zeros(0, np.float32), stopped=False)
+    waited = 0
+    for blocks in sessions:
+        responses = {}
+        partial = [PartialGroup(cursor, (nothing,) * 5, (True,) * 5) for cursor in FEW]
+        for steps in (*blocks, None):
+            session = Session(engine, *rest, Stream(RUN_KEY, LONG), environments=Scripted())
+            for it in resaved(partial):
+                prompt = Prompt(FEW[it.cursor])
+                session.submit(it.cursor, prompt, group_size=5, keeps=True, partial=it)
+            if steps is None:
+                responses |= drain(session)
+                break
+            responses |= by_request([it for _ in range(steps) for it in session.step()])
+            partial = session.pause()
+            pairs = [
+                (r, m)
+                for it in partial
+                for r, m in zip(*(it.responses, it.unfinished_G), strict=True)
+            ]
+            waited += sum(response.stopped and more for response, more in pairs)
+        assert responses.keys() == expected.keys()
+        for request, response in responses.items():
+            other = expected[request]
+            assert np.array_equal(response.tokens_T, other.tokens_T), request
+            assert np.array_equal(response.sampled_T, other.sampled_T), request
+            assert (response.stopped, response.measures) == (other.stopped, other.measures)
+            gap_T = response.behavior_logp_T - other.behavior_logp_T
+            np.testing.assert_allclose(gap_T, 0, atol=2e-5)
+            assert config is SMALL or np.array_equal(response.route_TLA, other.route_TLA)
+    assert waited
+
+
 def test_given_tokens_stand_where_the_environment_put_them_and_are_seen(reference):
     """Each log-probability is that of the whole text, as one forward pass has it."""
-    params, responses = reference
+    config, params, responses = reference
     assert any(response.given_T is not None for response in responses.values())
-    logits = teacher_forced((random_params(SMALL)[0], params), responses)
+    logits = teacher_forced((random_params(config)[0], params), responses)
     for (cursor, sample), response in responses.items():
         given, sampled_T = np.flatnonzero(~response.sampled_T), response.sampled_T
         assert np.all(response.behavior_logp_T[given] == 0)
@@ -525,6 +588,22 @@ def test_what_fails_outside_a_tool_is_no_wrong_answer(failures, says, message):
         plays("abc", failures, says)
 
 
+def test_an_episode_that_goes_on_elsewhere_is_played_again():
+    """With its own answers, or the run ends by the name of the environment."""
+    factories = {"data.train": Factory("x:Broken", Broken, 1.0)}
+    tokens, prompt = np.array([*b"a", 0, *b"same", *b"b", 0]), Prompt([1], EXAMPLE, "data.train")
+    given = np.isin(np.arange(len(tokens)), range(2, 6))
+    response = Response(tokens, np.zeros(len(tokens)), True, given_T=given)
+    for says, error in ((), None), (("other",) * 3, "answers .*other.* which it answered 'same'"):
+        Broken.failures, Broken.says = 0, iter(says)
+        running = Environments(factories, Letters(), max_turns=2)
+        running.ask((0, 0), 0, prompt, response, 9)
+        with pytest.raises(EnvironmentFailed, match=error) if error else nullcontext():
+            ((_, answer),) = running.answers(wait=True)
+            said = [turn["content"] for turn in answer.turns]
+            assert said == ["a", "same", "b"] and answer.measures["turns"] == 2
+
+
 def test_a_thread_that_would_die_gives_an_answer(monkeypatch):
     """A tool's result that calls exit() where it is written as text: the run waited for ever."""
     monkeypatch.setattr(Letters, "between", lambda *_: sys.exit(3))
@@ -582,7 +661,7 @@ class Slow(Retry):
         return super().step(text)
 
 
-def run(workdir, num_steps):
+def run(workdir, num_steps, **more):
     keys = {
         "num_steps": num_steps,
         **{"rollout.max_response_tokens": 96, "learner.row_tokens": 512},
@@ -591,9 +670,10 @@ def run(workdir, num_steps):
         "eval.sets.arithmetic.count": 3,
         **{"eval.every_steps": 1, "checkpoint.every_steps": 1},
     }
-    train.train(small_config(**keys), workdir)
+    train.train(small_config(**keys | more), workdir)
     rows = rows_without_timings(workdir)
-    return [{k: v for k, v in row.items() if not k.startswith(SCHEDULE)} for row in rows]
+    clocked = () if more else SCHEDULE
+    return [{k: v for k, v in row.items() if not k.startswith(clocked)} for row in rows]
 
 
 @pytest.fixture(scope="module")
@@ -618,6 +698,19 @@ def test_a_run_of_episodes_resumes_bitwise_and_says_what_they_were(tmp_path, one
 
 
 @pytest.mark.slow
+def test_episodes_go_on_in_the_next_step_and_resume_bitwise(tmp_path):
+    """Whatever the times that environments take: all rows are the same, the engine's too."""
+    goes_on = {"rollout.partial_rollout_steps": 2}
+    rows = run(tmp_path / "whole", 3, **goes_on)
+    run(tmp_path / "stopped", 2, **goes_on)
+    saved = tmp_path / "stopped" / "checkpoints" / "2" / "progress" / "metadata"
+    assert "given" in saved.read_text()
+    assert run(tmp_path / "stopped", 3, **goes_on) == rows
+    assert rows[-1]["staleness/tokens_fraction"] > 0
+    assert all(row["ratio_gap"] < 1e-5 for row in rows[:1])
+
+
+@pytest.mark.slow
 def test_sample_prints_an_episode_turn_by_turn(one_step):
     ask = ("-m", "dapo_jax.sample", f"--workdir={one_step}", "--prompt=7*8=")
     assert "[8 tokens in" in ran(*ask, "--max_tokens=8", "--template=dapo").stderr
@@ -638,13 +731,6 @@ def test_a_changed_environment_is_another_run():
     found = fingerprint.of_code(config)["data.train.environment"]
     code = pathlib.Path(__file__).read_bytes()
     assert found == {"tests.test_episodes": hashlib.sha256(code).hexdigest()[:32]}
-
-
-def test_episodes_do_not_go_on_in_the_next_step_yet():
-    keys = {"data.train.environment": "tests.x:Y", "rollout.partial_rollout_steps": 1}
-    config = small_config(**keys)
-    with pytest.raises(ValueError, match="partial_rollout_steps = 1, but episodes end in the step"):
-        checks.check(config)
 
 
 def test_a_file_for_an_environment_has_columns_and_needs_no_answer(tmp_path):

@@ -29,7 +29,7 @@ from dapo_jax import train
 from dapo_jax.checkpoints.progress import Progress
 from dapo_jax.sampler.engine import Engine
 from dapo_jax.sampler.session import Session, Stream
-from dapo_jax.types import PartialGroup, Prompt, Response
+from dapo_jax.types import PartialGroup, Prompt, Response, Verdict
 from models.gemma3 import Gemma3Config
 from models.kernels import KERNELS, paged_tpu
 
@@ -48,13 +48,25 @@ def test_what_is_between_two_steps_comes_back_from_a_checkpoint_as_it_was():
         )
         for stopped in (True, False)
     )
-    partial, row = [PartialGroup(7, responses, (False, True))], {"step": 3, "reward/mean": 0.1}
+    played = dataclasses.replace(
+        responses[0],
+        given_T=np.array([False, False, True, True, False, False]),
+        turns=[{"role": "assistant", "content": "5"}, {"role": "environment", "content": "no"}],
+        verdict=Verdict(True, "1", "correct", 0.5, {"tries": 2.0}),
+        measures={"turns": 2.0},
+    )
+    assert played.continued().verdict == played.verdict  # its environment gave it
+    responses += (played,)
+    partial, row = (
+        [PartialGroup(7, responses, (False, True, False))],
+        {"step": 3, "reward/mean": 0.1},
+    )
     progress = Progress(11, 99, row, partial, {"aime": {"2": 0.25}})
     saved = json.loads(json.dumps(progress.to_json())) | {"of an older version": 1}
     found = Progress.from_json(saved)
     assert dataclasses.replace(found, partial=partial) == progress
     (group,) = found.partial
-    assert (group.cursor, group.unfinished_G) == (7, (False, True))
+    assert (group.cursor, group.unfinished_G) == (7, (False, True, False))
     for pair in zip(group.responses, responses, strict=True):
         for ours, theirs in zip(*(vars(it).values() for it in pair), strict=True):
             np.testing.assert_array_equal(ours, theirs)
@@ -166,11 +178,19 @@ def test_a_response_that_loses_its_slot_keeps_its_tokens_and_those_of_others_sta
         assert responses[name].ends == it.ends
 
 
-@pytest.mark.parametrize(("tokens", "limit", "kept"), [(0, 9, 0), (7, 9, 4), (8, 9, 8), (8, 8, 4)])
-def test_whole_blocks_of_a_partial_response_are_kept(tokens, limit, kept):
+@pytest.mark.parametrize(
+    ("tokens", "limit", "kept", "more"),
+    [
+        *((0, 9, 0, {}), (7, 9, 4, {}), (8, 9, 8, {}), (8, 8, 4, {})),
+        (8, 20, 4, {"stopped": True}),  # the end of a turn is fed again, to be answered
+        (8, 20, 8, {"given_T": np.arange(8) > 6}),
+        (8, 20, 4, {"given_T": np.arange(8) > 6, "route_TLA": np.zeros((8, 1, 1))}),
+    ],
+)
+def test_whole_blocks_of_a_partial_response_are_kept(tokens, limit, kept, more):
     """Parts of a block would be decoded at other places than in an uninterrupted run."""
     engine = types.SimpleNamespace(cache=types.SimpleNamespace(block_tokens=4))
-    response = Response(np.zeros(tokens), np.zeros(tokens), stopped=False)
+    response = Response(np.zeros(tokens), np.zeros(tokens), **{"stopped": False} | more)
     given = types.SimpleNamespace(_engine=engine), response, limit
     assert Session._whole_blocks(*given) == kept
 

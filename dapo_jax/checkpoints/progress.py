@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from dapo_jax.types import PartialGroup, Response
+from dapo_jax.types import PartialGroup, Response, Verdict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +51,7 @@ def _group_json(group: PartialGroup) -> dict:
             "unfinished": bool(unfinished),
             "ends": list(response.ends),
             **_routes_json(response.route_TLA),
+            **_episode_json(response),
         }
         for response, unfinished in zip(group.responses, group.unfinished_G, strict=True)
     ]
@@ -65,6 +66,7 @@ def _group(described: Mapping) -> PartialGroup:
             stopped=it["stopped"],
             ends=tuple(it["ends"]),
             route_TLA=_routes(**it),
+            **_episode(**it),
         )
         for it in described["responses"]
     ]
@@ -80,6 +82,20 @@ def _routes_json(route_TLA: np.ndarray | None) -> dict:
 
 def _routes(routes: str = "", routes_shape: Sequence[int] = (), **_) -> np.ndarray | None:
     return _array(routes, "u1").reshape(routes_shape) if routes_shape else None
+
+
+def _episode_json(response: Response) -> dict:
+    found = {} if response.given_T is None else {"given": _text(response.given_T, "u1")}
+    if response.turns is not None:  # it has ended
+        verdict = response.verdict and response.verdict._asdict()
+        found |= {"turns": list(response.turns), "verdict": verdict, "measures": response.measures}
+    return found
+
+
+def _episode(given="", turns=None, verdict=None, measures=None, **_) -> dict:
+    """Undoes `_episode_json`."""
+    found = {"given_T": _array(given, "u1").astype(bool)} if given else {}
+    return found | {"turns": turns, "verdict": verdict and Verdict(**verdict), "measures": measures}
 
 
 def _text(array: np.ndarray, dtype: str) -> str:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from dapo_jax.episodes import Environments
+from dapo_jax.episodes import Answer, Environments, Where
 from dapo_jax.process import hosts
 from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.engine import Engine
@@ -32,6 +32,9 @@ from sharding import rules
 # Tokens of an environment up to which an answer is fed in the block, a decode step each; behind a
 # longer one the keys and values of all that there is are computed together.
 LONG_ANSWER = 64
+# With partial rollouts an answer is taken so many blocks behind its turn, however fast it comes:
+# which groups are complete first depends on no clock.
+ANSWER_BLOCKS = 4
 _NOTHING = Response(np.zeros(0, np.int32), np.zeros(0, np.float32), stopped=False)
 
 
@@ -48,8 +51,8 @@ class _Unfinished:
 
     stream: its place among the session's. partial: what there was of each response when the group
     was submitted, at the last step's end, when it lost its slot, or when its environment answered,
-    whose tokens are in it. plays: whether it has an environment. prompt_route_TLA: of its newest
-    prefill.
+    whose tokens are in it; one that stopped has no answer yet. plays: whether it has an
+    environment. prompt_route_TLA: of its newest prefill.
     """
 
     stream: int
@@ -101,6 +104,9 @@ class Session:
         routes = engine.config.routes
         self._route_DPCLA = np.zeros((*pool, *routes), np.uint8) if routes else None
         self._newest_DB = np.zeros((engine.shards, cache.slots), np.int32)
+        self._keeps, self._decoded = False, 0  # whether some keep; blocks so far
+        self._asked: dict[Where, int] = {}  # turns without an answer yet: blocks then
+        self._early: dict[Where, Answer] = {}  # answers that are not due
 
     def resume(self, params) -> None:
         """Continues with these weights."""
@@ -149,6 +155,7 @@ class Session:
         of_samples = zip(partial.responses, partial.unfinished_G, limits, strict=True)
         tokens = [self._whole_blocks(r, most) if more else None for r, more, most in of_samples]
         self._scheduler.submit(number, length, limits, first_tokens=tokens, keeps=keeps)
+        self._keeps |= keeps
         plays = self._environments is not None and self._environments.plays(prompt)
         self._groups[number] = _Unfinished(
             stream, cursor, prompt, partial.ended, list(partial.responses), plays
@@ -158,9 +165,11 @@ class Session:
     def _whole_blocks(self, response: Response, limit: int) -> int:
         """Counts the tokens of a partial response to keep, rounded down to whole blocks.
 
-        At least one more is to come.
+        At least one more is to come, or is fed again: the end of a turn without an answer yet.
         """
-        tokens = min(len(response.tokens_T), limit - 1)
+        tokens = min(len(response.tokens_T) - response.stopped, limit - 1)
+        if response.route_TLA is not None:  # an answer that was not fed has none
+            tokens = min(tokens, 1 + np.flatnonzero(response.sampled_T).max(initial=-1))
         return tokens - tokens % self._engine.cache.block_tokens
 
     def cancel(self, cursor: int) -> None:
@@ -186,7 +195,7 @@ class Session:
                 if response is None and (number, g) in slots:
                     d, b, tokens = slots[number, g]
                     here = Finished(number, g, tokens, False, d, self._scheduler.pages(d, b))
-                    response = self._response(group, here)
+                    response = self._so_far(group, here)
                 responses.append((response or group.partial[g]).continued())
             unfinished_G = tuple(response is None for response in group.responses)
             found.append(PartialGroup(group.cursor, tuple(responses), unfinished_G))
@@ -224,7 +233,7 @@ class Session:
         plan = self._scheduler.next_block(more=more)
         for it in plan.preempted:
             group = self._groups[it.group]
-            group.partial[it.sample] = self._response(group, it)
+            group.partial[it.sample] = self._so_far(group, it)
         planned = time.perf_counter()
         self._prefill(plan.prefills)
         self._move(plan.moves)
@@ -254,6 +263,7 @@ class Session:
             self._samplings,
         )
         decoded = time.perf_counter()
+        self._decoded += 1
         of_rows = [a if a is None else a[:, row_N].swapaxes(0, 1) for a in sampled]
         used_N, stopped_N = self._keep(plan, *of_rows, *known)
         given_N = np.minimum((known[0] > 0).sum(axis=1), used_N)
@@ -348,13 +358,14 @@ class Session:
                 token_N[n] = known_T[first - 1]
         return token_N
 
-    def _known(self, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
-        """Finds the tokens of a block that are known: (token + 1, else 0, log-probability) [N, S].
+    def _known(self, plan: Plan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Finds the tokens of a block that are known [N, S].
 
-        They are an environment's, and those before them of a sample that starts again.
+        They are an environment's, and those before them of a sample that starts again. Returns
+        (token + 1, else 0; log-probability; whether it ends a turn without an answer yet).
         """
         given_NS = np.zeros((len(plan.group_N), self._engine.cache.block_tokens), np.int32)
-        logp_NS = np.zeros(given_NS.shape, np.float32)
+        logp_NS, is_end_NS = np.zeros(given_NS.shape, np.float32), np.zeros(given_NS.shape, bool)
         rows = zip(plan.group_N.tolist(), plan.sample_N, plan.sampled_N, strict=True)
         for n, (number, sample, first) in enumerate(rows if self._environments else ()):
             if self._groups[number].plays:
@@ -362,16 +373,19 @@ class Session:
                 tokens_T = known.tokens_T[first : first + given_NS.shape[1]]
                 given_NS[n, : len(tokens_T)] = tokens_T + 1
                 logp_NS[n, : len(tokens_T)] = known.behavior_logp_T[first:][: len(tokens_T)]
-        return given_NS, logp_NS
+                left = len(known.tokens_T) - first
+                if known.stopped and 0 < left <= given_NS.shape[1]:
+                    is_end_NS[n, left - 1] = True
+        return given_NS, logp_NS, is_end_NS
 
-    def _keep(self, plan: Plan, token_NS, logp_NS, route_NSLA, given_NS, known_logp_NS):
+    def _keep(self, plan: Plan, token_NS, logp_NS, route_NSLA, given_NS, known_logp_NS, is_end_NS):
         """Keeps a block's tokens; returns how many each slot uses, and whether they end in a stop.
 
         The tokens that a slot samples after its stop token or its limit are not used.
         """
         N, S = token_NS.shape
         cache = self._engine.cache
-        is_stop_NS = np.isin(token_NS, self._samplings[0].stop_ids) & (given_NS == 0)
+        is_stop_NS = np.isin(token_NS, self._samplings[0].stop_ids) & (given_NS == 0) | is_end_NS
         logp_NS = np.where(given_NS > 0, known_logp_NS, logp_NS)
         stop_N = np.where(is_stop_NS.any(axis=1), is_stop_NS.argmax(axis=1), S)
         used_N = np.minimum(stop_N + 1, np.minimum(plan.left_N, S))
@@ -396,6 +410,8 @@ class Session:
                 group.partial[it.sample] = response
                 room = self._samplings[group.stream].max_response_tokens - it.tokens
                 where = (it.group, it.sample)
+                if self._keeps:
+                    self._asked[where] = self._decoded
                 self._environments.ask(where, group.cursor, group.prompt, response, room)
             else:
                 finished += self._ended(it.group, it.sample, response)
@@ -411,13 +427,9 @@ class Session:
         return [Group(group.cursor, group.prompt, tuple(group.responses), group.stream)]
 
     def _take_answers(self) -> list[Group]:
-        """Lets samples go on whose environments have answered; returns the groups that finish.
-
-        Waits for an answer only where nothing else is left to do.
-        """
+        """Lets samples go on whose environments have answered; returns the groups that finish."""
         finished = []
-        wait = self._stalled or not self._scheduler.has_work
-        for (number, sample), answer in self._environments.answers(wait=wait):
+        for (number, sample), answer in self._arrived():
             if (group := self._groups.get(number)) is None:
                 continue  # cancelled meanwhile
             response = group.partial[sample]
@@ -427,6 +439,7 @@ class Session:
                     tokens_T=np.append(response.tokens_T, np.int32(answer.tokens)),
                     behavior_logp_T=np.append(response.behavior_logp_T, np.zeros(more, np.float32)),
                     given_T=np.append(~response.sampled_T, np.ones(more, bool)),
+                    stopped=False,
                 )
                 first = 0
                 if more > LONG_ANSWER and self._route_DPCLA is None:
@@ -445,6 +458,27 @@ class Session:
             self._scheduler.end(number, sample)
             finished += self._ended(number, sample, response)
         return finished
+
+    def _arrived(self) -> list[tuple[Where, Answer]]:
+        """Returns the answers to take now; waits only for what is due, or if all wait for one."""
+        idle = self._stalled or not self._scheduler.has_work
+        if not self._keeps:
+            return self._environments.answers(wait=idle)
+        until = self._decoded - ANSWER_BLOCKS
+        if idle:
+            until = max(until, min(self._asked.values(), default=until))
+        due = sorted(where for where, decoded in self._asked.items() if decoded <= until)
+        while not self._early.keys() >= set(due):
+            self._early |= dict(self._environments.answers(wait=True))
+        for where in due:
+            del self._asked[where]
+        return [(where, self._early.pop(where)) for where in due]
+
+    def _so_far(self, group: _Unfinished, it: Finished) -> Response:
+        """Makes a response of a sample that has not ended; more is known of one fed again."""
+        known = group.partial[it.sample]
+        is_fed_again = group.plays and it.tokens < len(known.tokens_T)
+        return known if is_fed_again else self._response(group, it)
 
     def _response(self, group: _Unfinished, it: Finished) -> Response:
         tokens_T, logp_T = (

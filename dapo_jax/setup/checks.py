@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import jax
 from ml_collections import ConfigDict
 
-from configs.base import eval_settings, has_environments, key_of, leaves, mixture_settings
+from configs.base import eval_settings, key_of, leaves, mixture_settings
 from dapo_jax.cli.config_flags import refuse
 from dapo_jax.process import failures
 from models.families import Family
@@ -68,11 +68,6 @@ def check(config: ConfigDict) -> Conditions:
             message = f"{key}.{name} is set, but is for evaluation sets; set rollout's keys"
             yield settings[name] is None, message
     r = config.rollout
-    yield (
-        not (r.partial_rollout_steps and has_environments(config)),
-        f"rollout.partial_rollout_steps = {r.partial_rollout_steps}, but episodes end in the step "
-        "in which they begin: set it to 0 for a data set with an environment",
-    )
     longest = r.max_prompt_tokens + r.max_response_tokens - 1
     yield (
         config.learner.row_tokens == 0 or config.learner.row_tokens >= longest,

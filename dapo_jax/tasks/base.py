@@ -172,7 +172,7 @@ def graded(group: Group, *, task: Task, tokenizer: Tokenizer) -> Group:
     example = group.prompt.example
     begun = begun_answer(example.prompt, tokenizer)
     open_ = [response for response in group.responses if response.verdict is None]
-    last = [begun + tokenizer.decode(response.last_turn_T.tolist()) for response in open_]
+    last = [begun + tokenizer.decode(response.turns_T[-1].tolist()) for response in open_]
     found = iter(grade_many(task, last, example) if open_ else ())
     verdicts = []
     for response in group.responses:

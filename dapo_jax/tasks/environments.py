@@ -288,15 +288,3 @@ def tool_calls(text: str) -> list[Mapping | str]:
                 continue
             calls.append({"name": call["name"], "arguments": arguments})
     return calls
-
-
-def replayed(factory: Factory, example: Example, turns: Sequence[str], answers: list) -> Episode:
-    """Begins an episode anew and repeats its turns; EnvironmentFailed where an answer differs."""
-    episode = Episode(factory, example)
-    for text, answer in zip(turns, answers, strict=True):
-        if (found := episode.answer(text)) != answer:
-            raise EnvironmentFailed(
-                f"{factory.name} answers {found!r:.200} to a turn to which it answered "
-                f"{answer!r:.200} before: it has to be the same each time"
-            )
-    return episode
