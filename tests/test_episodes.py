@@ -114,6 +114,7 @@ def test_prompt_turn_and_what_is_between_are_the_whole_conversation(
     assert ours == library.apply_chat_template(whole, **WHOLE)
     other = tokenizer.between(answers, 0)  # a turn that ended otherwise gets the template's end too
     assert other == [end, *tokenizer.between(answers, end)]
+    assert tokenizer.rewrites_turns() == (template is QWEN3)
 
 
 def test_published_qwen_templates_are_continued(shared):
@@ -740,9 +741,11 @@ def test_a_file_for_an_environment_has_columns_and_needs_no_answer(tmp_path):
     settings = TASK | {"task": "", "path": str(tmp_path / "rows.jsonl"), "system": ""}
     settings |= {"environment": "tests.test_episodes:Tools", "max_prompts": 0}
     tokenizer = Letters()
+    tokenizer.rewrites_turns = lambda: True
     tokenizer.encode_chat = lambda messages, tools=(): [ord(it) for it in messages[0]["content"]]
     loaded = load_dataset("data.train", settings, tokenizer, max_prompt_tokens=99)
     texts = [tokenizer.decode(p.token_ids) for p in loaded.prompts]
     assert texts == ["Go for 3 steps", "Go for 4 steps"]
     assert [p.example.extra["secret"] for p in loaded.prompts] == [3, 4]
-    assert "shows no tools" in loaded.report.lines()[-1]
+    no_tools, rewritten = loaded.report.lines()[-2:]
+    assert "shows no tools" in no_tools and "rewrites earlier turns" in rewritten

@@ -62,6 +62,9 @@ def load_dataset(
                 call = '<tool_call>{"name": ..., "arguments": {...}}</tool_call>'
                 note = f"the chat template shows no tools: tell of them in the prompts ({call})"
                 notes = (*notes, note)
+            if tokenizer.rewrites_turns():
+                note = "the chat template rewrites earlier turns: here they stay as sampled"
+                notes = (*notes, note)
         prompts, overlong = tokenize(
             examples, tokenizer, key, max_prompt_tokens=max_prompt_tokens, tools=tools
         )

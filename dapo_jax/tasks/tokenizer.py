@@ -46,6 +46,10 @@ class PlainText:
         """Encodes what is between a turn that ended with stop_id and the next: the messages."""
         return self.encode(f"\n\n{plain_text(messages)}\n\n")
 
+    def rewrites_turns(self) -> bool:
+        """Returns whether a template changes earlier turns of a conversation, as Qwen3's does."""
+        return False
+
     def tool_calls(self, text: str, tools: Sequence[Mapping]) -> list[Mapping]:
         """Reads no calls: there is no form of them."""
         return []
@@ -159,6 +163,13 @@ class HuggingFaceTokenizer(PlainText):
         end = self._tokenizer.convert_ids_to_tokens(stop_id)
         tail = tail[tail.index(end) + len(end) :] if tail.lstrip().startswith(end) else tail
         return self._tokenizer(tail, add_special_tokens=False).input_ids
+
+    def rewrites_turns(self) -> bool:
+        if self.chat == "none":
+            return False
+        thought = f"<think>\nso\n</think>\n\n{ANSWER}"
+        prompt = self._rendered("a question", add_generation_prompt=True).removesuffix(self.opening)
+        return not self._rendered("a question", thought, "more").startswith(prompt + thought)
 
     def tool_calls(self, text: str, tools: Sequence[Mapping]) -> list[Mapping]:
         """Reads a turn's calls by the files' response_template; none without one, or of no call.
