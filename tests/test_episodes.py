@@ -665,7 +665,6 @@ class Slow(Retry):
 def run(workdir, num_steps, **more):
     keys = {
         "num_steps": num_steps,
-        **{"rollout.max_response_tokens": 96, "learner.row_tokens": 512},
         "data.train.environment": "tests.test_episodes:Slow",
         "eval.sets.arithmetic.environment": "tests.test_episodes:Retry",
         "eval.sets.arithmetic.count": 3,
