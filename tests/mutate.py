@@ -202,6 +202,12 @@ unused_tokens dapo_jax/logs/metrics.py rollout
 seeds_unpaired dapo_jax/report/compare.py report sweep
 - [theirs[s] for s in shared])
 + [theirs[s] for s in reversed(shared)])
+turn_without_answer dapo_jax/sampler/session.py episodes::test_an_episode_goes_on_in_other_sessions_as_if_it_had_never_stopped
+- & (given_NS == 0) | is_end_NS
++ & (given_NS == 0)
+fed_again_is_cut dapo_jax/sampler/session.py episodes::test_an_episode_goes_on_in_other_sessions_as_if_it_had_never_stopped
+- group.plays and it.tokens < len(known.tokens_T)
++ False
 """  # noqa: E501
 
 
