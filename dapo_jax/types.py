@@ -75,10 +75,10 @@ class Response:
     where it was cut off at the length limit; of an unfinished episode whether it waits for an
     answer. text and verdict are None until it is graded. ends: how many tokens it had at the ends
     of earlier steps (partial rollouts). given_T bool: the tokens of an environment, between the
-    turns of an episode, which no policy sampled and no loss has; None: there are none. route_TLA uint8: the experts that each token was sent to in each layer,
-    those of the prompt but for its last token first; entry by entry what packing.py has of both.
-    None: the model has no experts. measures: of the episode, as `Verdict.measures`. turns: what its
-    sides said.
+    turns of an episode, which no policy sampled and no loss has; None: there are none. route_TLA
+    uint8: the experts that each token was sent to in each layer, those of the prompt but for its
+    last token first; entry by entry what packing.py has of both. None: the model has no experts.
+    measures: of the episode, as `Verdict.measures`. turns: what its sides said.
     """
 
     tokens_T: np.ndarray
