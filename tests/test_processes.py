@@ -7,13 +7,14 @@ last digits of float32.
 
 import contextlib
 import os
-import pathlib
+import shlex
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import jax
 import pytest
@@ -100,66 +101,39 @@ def test_four_processes_go_on_with_the_checkpoint_of_one(runs, two_devices):
     assert_same_run(four, two_devices, except_for=SCHEDULE)
 
 
-def loops(workdir):
-    """Starts the restart loop of each of two workers, as experiments/launch does; returns them."""
+@contextlib.contextmanager
+def loops(command, workdir):
+    """Starts the restart loop of each of two workers, as experiments/launch does."""
     env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {
         hosts.COORDINATOR: f"localhost:{free_port()}",
         hosts.PROCESSES: "2",
         "JAX_ENABLE_COMPILATION_CACHE": "false",
         "BACKOFF_SECONDS": "1",
-        "PYTHONPATH": str(ROOT),
-        "TRAIN": f"{sys.executable} tests/small_run.py {workdir} 2 {STEPS}",
+        "TRAIN": shlex.join([sys.executable, *command]),
     }
-    return [
-        subprocess.Popen(
-            [ROOT / "experiments" / "launch" / "run_worker.sh"],
-            cwd=ROOT,
-            env=env | {hosts.PROCESS: str(i), "WORKDIR": f"{workdir}_{i}"},
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        for i in range(2)
-    ]
-
-
-def training_of(loop) -> int:
-    """The process that a loop has started, by its ID."""
-    children = pathlib.Path(f"/proc/{loop.pid}/task/{loop.pid}/children").read_text().split()
-    return next(
-        int(child)
-        for child in children
-        if b"small_run" in pathlib.Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")[1]
-    )
-
-
-@pytest.mark.slow
-def test_two_restart_loops_go_on_after_one_worker_is_killed(runs, two_devices):
-    """Bitwise as if nothing had been; the other worker notices in time, and its loop goes on.
-
-    Other signals, in all phases of a step, are in test_faults_stops.py.
-    """
-    workdir = runs / "loops"
-    group = loops(workdir)
+    group = []
     try:
-        wait_for((workdir / "checkpoints" / "1").is_dir, seconds=SECONDS)
-        lost, other = training_of(group[1]), training_of(group[0])
-        os.kill(lost, signal.SIGKILL)
-        gone = lambda: not pathlib.Path(f"/proc/{other}").exists()  # noqa: E731
-        wait_for(gone, seconds=hosts.HEARTBEAT_SECONDS + 8)  # JAX counts in steps of seconds
-        assert [loop.wait(timeout=SECONDS) for loop in group] == [0, 0]
+        for i in range(2):
+            own = env | {hosts.PROCESS: str(i), "WORKDIR": f"{workdir}_{i}"}
+            loop = [ROOT / "experiments/launch/run_worker.sh", f"--workdir={workdir}"]
+            how = {"cwd": ROOT, "env": own, "stdout": subprocess.DEVNULL, "start_new_session": True}
+            group.append(subprocess.Popen([*loop, "--distributed"], **how))
+        yield group
     finally:
         for loop in group:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(loop.pid, signal.SIGKILL)
-    logs = [sorted(pathlib.Path(f"{workdir}_{i}.logs").glob("attempt-*")) for i in range(2)]
-    assert [len(files) for files in logs] == [2, 2]
-    assert_same_run(workdir, two_devices, bitwise=True)
 
 
 @pytest.mark.slow
-def test_a_process_killed_inside_a_call_of_an_environment_changes_nothing(tmp_path):
-    """The other ends with the status that a launcher tries again; both go on bitwise."""
-    kill = tmp_path / "kill"
+def test_two_restart_loops_go_on_after_a_worker_is_killed_in_an_environment(tmp_path, monkeypatch):
+    """Bitwise as if nothing had been; the other worker leaves, and its loop starts it again.
+
+    Signals in all phases of a step are in test_faults_stops.py.
+    """
+    kill, killed, whole = (tmp_path / name for name in ("kill", "killed", "whole"))
+    monkeypatch.setenv("KILL", str(kill))
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     keys = {
         "num_steps": STEPS,
         **{"checkpoint.every_steps": 1, "eval.every_steps": 0, "mesh.cpu_devices": 2},
@@ -168,25 +142,15 @@ def test_a_process_killed_inside_a_call_of_an_environment_changes_nothing(tmp_pa
     }
     command = ["-m", "dapo_jax.train", "--config=tests/small_config.py"]
     command += [f"--config.{key}={value}" for key, value in keys.items()]
-    more = {"JAX_PLATFORMS": "cpu", "KILL": str(kill)}
-
-    def codes(name, processes, *, kills=False):
-        arguments = [*command, f"--workdir={tmp_path / name}"]
-        arguments += ["--distributed"] * (processes > 1)
-        with contextlib.ExitStack() as stack:
-            log = stack.enter_context((tmp_path / f"{name}.txt").open("a"))
-            given = {"processes": processes, "outputs": [log] * processes, "more": more}
-            group = stack.enter_context(started(arguments, **given))
-            if kills:
-                wait_for((tmp_path / name / "checkpoints" / "1").is_dir, seconds=SECONDS)
-                kill.touch()
-            return [process.wait(timeout=SECONDS) for process in group]
-
-    assert codes("whole", 1) == [0]
-    assert codes("killed", 2, kills=True) == [75, -signal.SIGKILL] and not kill.exists()
-    assert codes("killed", 2) == [0, 0]
-    assert_same_run(tmp_path / "killed", tmp_path / "whole", bitwise=True, except_for=SCHEDULE)
-    assert digests(tmp_path / "killed", STEPS) == digests(tmp_path / "whole", STEPS)
+    ran(*command, f"--workdir={whole}", XLA_FLAGS="")
+    with loops(command, killed) as group:
+        wait_for((killed / "checkpoints" / "1").is_dir, seconds=SECONDS)
+        kill.touch()
+        assert [loop.wait(timeout=SECONDS) for loop in group] == [0, 0]
+    assert not kill.exists()
+    assert [len([*tmp_path.glob(f"killed_{i}.logs/attempt-*")]) for i in range(2)] == [2, 2]
+    assert_same_run(killed, whole, bitwise=True, except_for=SCHEDULE)
+    assert digests(killed, STEPS) == digests(whole, STEPS)
 
 
 @pytest.mark.slow
@@ -217,19 +181,14 @@ def test_two_processes_save_in_a_bucket_and_one_forks_exports_and_samples(
     [
         ("UNKNOWN: Gloo all-reduce failed: [pair.cc:547] Connection closed by peer [::1]", True),
         ("UNAVAILABLE: failed to connect to all addresses", True),
-        ("DEADLINE_EXCEEDED: GetKeyValue() timed out with key: cpu:global_topology", True),
         ("INTERNAL: Shutdown barrier has failed", True),
-        ("RESOURCE_EXHAUSTED: Out of memory allocating 17179869184 bytes", False),
         ('RESOURCE_EXHAUSTED: Used 97G of 95G hbm\n op_name="f/optimization_barrier"', False),
         ("INTERNAL: Mosaic failed to compile: tpu.barrier\nget_barrier_semaphore", False),
-        ("checkpoint.keep = 0, but must be at least 1", False),
     ],
 )
 def test_what_jax_raises_where_another_process_is_gone(text, lost):
-    """Gloo's is a ValueError: with several processes it was taken for an error in the settings.
-
-    And an update that did not fit on a pod was taken for a lost process, to be tried for ever: what
-    the compiler prints of it has optimization_barriers.
+    """Gloo's is a ValueError, as of settings. A program that does not fit is to be no lost process:
+    what the compiler prints of it has optimization_barriers.
     """
     error = jax.errors.JaxRuntimeError(text)
     assert hosts.is_lost(error) is lost
@@ -270,8 +229,7 @@ def test_values_are_gathered_errors_shared_and_a_failed_process_ends_the_others(
 
 
 def test_an_error_before_jax_is_used_ends_all_at_once(monkeypatch):
-    """Counting the processes starts JAX's devices, and so waited for all others: 20 s for one that
-    began 20 s later, and for ever where the devices were what had failed."""
+    """Counting the processes would start JAX's devices, and so wait for all others."""
     said = []
     monkeypatch.setattr(hosts, "started", lambda: True)
     monkeypatch.setattr(hosts, "end", lambda line, status: said.append((line, status)))
@@ -281,43 +239,30 @@ def test_an_error_before_jax_is_used_ends_all_at_once(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("text", "left"),
+    ("text", "raised", "said"),
     [
-        ("Failed to recognize coordinator address first-slice-0-0.first", [75]),
-        ("Getting metadata['agent-worker-number'] failed for 6 tries", [75]),
-        ("jax.distributed.initialize() must be called before any JAX calls", []),
+        ("Failed to recognize coordinator address first-slice-0-0.first", SystemExit, "75"),
+        ("Getting metadata['agent-worker-number'] failed for 6 tries", SystemExit, "75"),
+        ("initialize() must be called before any JAX calls", RuntimeError, "must be called"),
     ],
 )
-def test_a_first_process_that_is_not_there_yet_is_no_error_in_the_settings(monkeypatch, text, left):
+def test_a_first_process_that_is_not_there_yet_is_no_error_in_the_settings(
+    monkeypatch, text, raised, said
+):
     """JAX raises a RuntimeError where the name of process 0 is unknown for 300 s, as on GKE before
-    its pod has a node: with status 1 the whole JobSet failed."""
-
-    def initialize(**_):
-        raise RuntimeError(text)
-
-    monkeypatch.setattr(jax.distributed, "initialize", initialize)
-    statuses = []
-
-    def leave(line, status):
-        statuses.append(status)
-        raise SystemExit
-
-    monkeypatch.setattr(hosts, "leave", leave)
-    with pytest.raises(SystemExit if left else RuntimeError):
+    its pod has a node; of status 1 the whole JobSet fails."""
+    monkeypatch.setattr(jax.distributed, "initialize", mock.Mock(side_effect=RuntimeError(text)))
+    monkeypatch.setattr(hosts, "leave", lambda line, status: sys.exit(status))
+    with pytest.raises(raised, match=said):
         hosts.start(several=True, cpu_devices=0)
-    assert statuses == left
 
 
-def test_an_incomplete_cluster_is_named():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(hosts.COORDINATOR, "localhost:1")
-        with pytest.raises(ValueError, match="DAPO_COORDINATOR is set, but not DAPO_PROCESS, DAPO"):
-            hosts.start(several=True, cpu_devices=0)
-
-
-def test_a_port_in_use_is_named_and_a_wait_is_said(monkeypatch, capsys):
-    """A taken port ended with 75, which a launcher tries again, and a wait said nothing."""
+def test_an_incomplete_cluster_and_a_port_in_use_are_named_and_a_wait_is_said(monkeypatch, capsys):
+    """Status 75 of a taken port would have a launcher try it again."""
     monkeypatch.setattr(hosts, "WAITING_SECONDS", 0.05)
+    monkeypatch.setenv(hosts.COORDINATOR, "localhost:1")
+    with pytest.raises(ValueError, match="DAPO_COORDINATOR is set, but not DAPO_PROCESS, DAPO"):
+        hosts.start(several=True, cpu_devices=0)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -232,11 +232,11 @@ def test_gspo_trains_by_ratios_to_the_learners_own_rounding(tmp_path):
     assert np.isfinite(row["loss"])
 
 
-def test_a_run_whose_updates_are_left_out_stops_with_its_weights_saved(tmp_path, monkeypatch):
-    """Every gradient is NaN."""
+def test_a_run_whose_updates_are_left_out_stops_evaluated_and_saved(tmp_path, monkeypatch):
+    """Every gradient is NaN. No step follows in whose session the evaluation could ride."""
     nan = {"group_std": lambda reward_PG, length_PG: reward_PG * np.nan}
     monkeypatch.setattr(train.losses, "ADVANTAGES", nan)
-    config = small_config(**UNEVALUATED)
+    config = small_config(**{"eval.every_steps": 2})
     with pytest.raises(SystemExit, match="step 1: 4 updates in a row were left out") as stopped:
         train.train(config, tmp_path)
     for text in ("the loss or a metric of it was not finite", "learner.learning_rate = 5e-05"):
@@ -244,6 +244,7 @@ def test_a_run_whose_updates_are_left_out_stops_with_its_weights_saved(tmp_path,
         assert text in (tmp_path / "log.txt").read_text()
     rows = read_rows(tmp_path / "metrics.jsonl")
     assert [row["updates_skipped_in_a_row"] for row in rows] == [2, 4]
+    assert {path.name for path in (tmp_path / "eval").glob("*.json")} == {"0.json", "2.json"}
     programs = components.programs(config, components.tokenizer(config).vocab_size)
     state, _ = Checkpoints(tmp_path / "checkpoints", keep=3).restore(2, programs.state)
     same = jax.tree.map(np.array_equal, state.params, programs.start_params())
