@@ -1,9 +1,7 @@
 """Episodes: tokens between turns, the engine that is given them, environments and their ends."""
 
 import dataclasses
-import hashlib
 import json
-import pathlib
 import random
 import re
 import shutil
@@ -35,17 +33,18 @@ from processes import ROOT, ran
 from quick import random_params
 from runs import SCHEDULE, rows_without_timings
 from shared_programs import programs_compiled_once, small_config  # noqa: F401  a fixture
+from small_config import task_of
 from transformers import AutoTokenizer
 
+from configs import base
 from dapo_jax import train
-from dapo_jax.checkpoints import fingerprint
 from dapo_jax.checkpoints.progress import Progress
 from dapo_jax.episodes import Answer, Environments
 from dapo_jax.logs.files import read_rollouts
 from dapo_jax.logs.record import rollout_rows, samples
 from dapo_jax.sampler import session as session_module
 from dapo_jax.sampler.session import LONG_ANSWER, Session, Stream
-from dapo_jax.tasks.base import graded, make_task
+from dapo_jax.tasks.base import graded
 from dapo_jax.tasks.datasets import load_dataset
 from dapo_jax.tasks.environments import EnvironmentFailed, Episode, Factory, tool_calls
 from dapo_jax.types import Example, Group, PartialGroup, Prompt, Response
@@ -545,6 +544,8 @@ class Broken:
 class Letters:
     """A tokenizer of letters, whose stop token is 0."""
 
+    opening = ""
+
     def decode(self, ids):
         return "".join(chr(id) for id in ids if id)
 
@@ -629,10 +630,7 @@ def test_a_task_grades_the_last_turn_where_there_is_no_reward():
     turns = [{"role": role, "content": text} for role, text in turns]
     how = {"given_T": given, "measures": {"turns": 2.0}, "turns": turns}
     response = Response(tokens, np.zeros(len(tokens)), True, **how)
-    task = make_task("data.train", TASK)
-    prompt = Prompt(np.array([1]), EXAMPLE)
-    tokenizer = Letters()
-    tokenizer.opening = ""
+    prompt, tokenizer, task = Prompt(np.array([1]), EXAMPLE), Letters(), task_of(task="arithmetic")
     (found,) = graded(Group(0, prompt, (response,)), task=task, tokenizer=tokenizer).responses
     assert found.verdict.correct and found.verdict.measures == {"turns": 2.0}
     assert found.text == "x 1noAnswer: 7"
@@ -642,13 +640,6 @@ def test_a_task_grades_the_last_turn_where_there_is_no_reward():
     assert row["turns"] == found.turns and row["response"] == found.text
     assert shown["response"] == "[assistant] x 1\n[environment] no\n[assistant] Answer: 7"
     assert "turns" not in shown
-
-
-TASK = {
-    **{"task": "arithmetic", "kind": "", "rules": "strict", "on_bad_row": "error", "levels": (1,)},
-    **{"count": 1, "seed": 0, "split": "train", "args": {}},
-    **dict.fromkeys(("path", "prompt_field", "answer_field", "template"), ""),
-}
 
 
 # Runs.
@@ -726,19 +717,14 @@ def test_sample_prints_an_episode_turn_by_turn(one_step):
     assert said[1][1] == "No. Again:" and said[-1][1].startswith("wrong, reward -1; ")
 
 
-def test_a_changed_environment_is_another_run():
-    config = small_config(**{"data.train.environment": "tests.test_episodes:Slow"})
-    found = fingerprint.of_code(config)["data.train.environment"]
-    code = pathlib.Path(__file__).read_bytes()
-    assert found == {"tests.test_episodes": hashlib.sha256(code).hexdigest()[:32]}
-
-
 def test_a_file_for_an_environment_has_columns_and_needs_no_answer(tmp_path):
     """Rows of one prompt are different episodes."""
     rows = [{"prompt": "Go", "secret": n} for n in (3, 4, 4)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = TASK | {"task": "", "path": str(tmp_path / "rows.jsonl"), "system": ""}
-    settings |= {"environment": "tests.test_episodes:Tools", "max_prompts": 0}
+    how = {"path": str(tmp_path / "rows.jsonl"), "environment": "tests.test_episodes:Tools"}
+    config = base.get_config()
+    config.data.train = base.dataset(**how)
+    settings = base.mixture_settings(config)["data.train"]
     tokenizer = Letters()
     tokenizer.rewrites_turns = lambda: True
     tokenizer.encode_chat = lambda messages, tools=(): [ord(it) for it in messages[0]["content"]]

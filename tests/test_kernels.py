@@ -42,17 +42,8 @@ def rows(*tokens):
 
 
 def positions(segment_BT, branch_BT):
-    """Each token's place in its sequence: a response's begin where its prompt's end."""
-    position_BT = np.zeros_like(segment_BT)
-    for position_T, segment_T, branch_T in zip(position_BT, segment_BT, branch_BT, strict=True):
-        for segment in set(segment_T.tolist()) - {0}:
-            its_T = segment_T == segment
-            prompt = np.sum(its_T & (branch_T == 0))
-            for branch in set(branch_T[its_T].tolist()):
-                of_branch_T = its_T & (branch_T == branch)
-                start = prompt if branch else 0
-                position_T[of_branch_T] = start + np.arange(of_branch_T.sum())
-    return position_BT
+    """Each token's place in its sequence: how many it sees before itself."""
+    return np.maximum(seen(segment_BT, branch_BT).sum(axis=2, dtype=np.int32) - 1, 0)
 
 
 def branches(segment_BT):
@@ -90,7 +81,7 @@ SHORT = {
 }
 
 
-def seen(segment_BT, branch_BT, position_BT, window=None):
+def seen(segment_BT, branch_BT, position_BT=None, window=None):
     """Which tokens each token looks at, [B, T, T]: of its segment, of its branch or the prompt."""
     seen_BTT = np.tril(segment_BT[:, :, None] == segment_BT[:, None])
     seen_BTT &= (branch_BT[:, None] == 0) | (branch_BT[:, :, None] == branch_BT[:, None])

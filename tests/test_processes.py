@@ -1,6 +1,6 @@
 """Several processes give the run of one; checkpoints go from any number of devices to any other.
 
-Every run here is one of tests/small_run.py. Sums over two devices have the same bits however the
+Sums over two devices have the same bits however the
 devices are spread over processes; sums over four are added in another order, which shows in the
 last digits of float32.
 """
@@ -31,15 +31,27 @@ STEPS = 3
 SECONDS = 480  # a run that takes so long hangs
 
 
-def run(workdir, *, processes=1, devices, steps=STEPS, start="", checkpoints=""):
-    """Starts the processes, waits for all, and returns the run's directory; output in its logs/.
+def command(workdir, *flags, **keys):
+    """The arguments of a run on two devices that saves each step; keys: of its config."""
+    own = {"num_steps": STEPS, "mesh.cpu_devices": 2, "eval.every_steps": 2}
+    keys = own | {"checkpoint.every_steps": 1, "checkpoint.keep": 9} | keys
+    flags = [*flags, *(f"--config.{key}={value}" for key, value in keys.items())]
+    return [
+        "-m",
+        "dapo_jax.train",
+        "--config=tests/small_config.py",
+        f"--workdir={workdir}",
+        *flags,
+    ]
 
-    start: --start. checkpoints: checkpoint.directory.
-    """
+
+def run(workdir, *flags, processes=1, **keys):
+    """Starts the processes, waits for all, and returns the run's directory; output in its logs/."""
     logs = workdir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     names = [logs / f"{processes}_{i}.txt" for i in range(processes)]
-    arguments = ["tests/small_run.py", str(workdir), str(devices), str(steps), start, checkpoints]
+    flags = [*flags, *["--distributed"] * (processes > 1)]
+    arguments = command(workdir, *flags, **keys)
     with contextlib.ExitStack() as stack:
         outputs = [stack.enter_context(name.open("w")) for name in names]
         group = stack.enter_context(started(arguments, processes=processes, outputs=outputs))
@@ -76,18 +88,18 @@ def runs(tmp_path_factory):
 @pytest.fixture(scope="module")
 def two_devices(runs):
     """The run of one process."""
-    return run(runs / "two_devices", devices=2)
+    return run(runs / "two_devices")
 
 
 @pytest.mark.slow
 def test_two_processes_are_one_run_bitwise_and_fork_it(runs, two_devices):
     """The same prompts, samples, verdicts, decisions, updates and evaluations, written once."""
-    two_processes = run(runs / "two_processes", processes=2, devices=2)
+    two_processes = run(runs / "two_processes", processes=2)
     assert_same_run(two_processes, two_devices, bitwise=True)
     there = {path.name for path in two_devices.iterdir()}
     assert {path.name for path in two_processes.iterdir()} == there
     assert (two_processes / "logs" / "2_1.txt").read_text().count("step ") == 0
-    fork = run(runs / "fork", processes=2, devices=2, start=f"run:{two_devices}@2")
+    fork = run(runs / "fork", f"--start=run:{two_devices}@2", processes=2)
     assert rows_without_timings(fork) == rows_without_timings(two_devices)[2:]
 
 
@@ -97,27 +109,27 @@ def test_four_processes_go_on_with_the_checkpoint_of_one(runs, two_devices):
     four = shutil.copytree(two_devices, runs / "four_processes")
     for step in (2, 3):
         shutil.rmtree(four / "checkpoints" / str(step))
-    run(four, processes=4, devices=4)
+    run(four, processes=4, **{"mesh.cpu_devices": 4})
     assert_same_run(four, two_devices, except_for=SCHEDULE)
 
 
 @contextlib.contextmanager
-def loops(command, workdir):
+def loops(arguments, workdir):
     """Starts the restart loop of each of two workers, as experiments/launch does."""
     env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {
         hosts.COORDINATOR: f"localhost:{free_port()}",
         hosts.PROCESSES: "2",
         "JAX_ENABLE_COMPILATION_CACHE": "false",
         "BACKOFF_SECONDS": "1",
-        "TRAIN": shlex.join([sys.executable, *command]),
+        "TRAIN": shlex.join([sys.executable, *arguments]),
     }
     group = []
     try:
         for i in range(2):
             own = env | {hosts.PROCESS: str(i), "WORKDIR": f"{workdir}_{i}"}
-            loop = [ROOT / "experiments/launch/run_worker.sh", f"--workdir={workdir}"]
+            loop = [ROOT / "experiments/launch/run_worker.sh", "--distributed"]
             how = {"cwd": ROOT, "env": own, "stdout": subprocess.DEVNULL, "start_new_session": True}
-            group.append(subprocess.Popen([*loop, "--distributed"], **how))
+            group.append(subprocess.Popen(loop, **how))
         yield group
     finally:
         for loop in group:
@@ -133,17 +145,12 @@ def test_two_restart_loops_go_on_after_a_worker_is_killed_in_an_environment(tmp_
     """
     kill, killed, whole = (tmp_path / name for name in ("kill", "killed", "whole"))
     monkeypatch.setenv("KILL", str(kill))
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     keys = {
-        "num_steps": STEPS,
-        **{"checkpoint.every_steps": 1, "eval.every_steps": 0, "mesh.cpu_devices": 2},
-        **{"rollout.max_response_tokens": 96, "learner.row_tokens": 512},
+        **{"rollout.max_response_tokens": 96, "learner.row_tokens": 512, "eval.every_steps": 0},
         "data.train.environment": "tests.ext_tasks.slow:Deadly",
     }
-    command = ["-m", "dapo_jax.train", "--config=tests/small_config.py"]
-    command += [f"--config.{key}={value}" for key, value in keys.items()]
-    ran(*command, f"--workdir={whole}", XLA_FLAGS="")
-    with loops(command, killed) as group:
+    run(whole, **keys)
+    with loops(command(killed, **keys), killed) as group:
         wait_for((killed / "checkpoints" / "1").is_dir, seconds=SECONDS)
         kill.touch()
         assert [loop.wait(timeout=SECONDS) for loop in group] == [0, 0]
@@ -159,14 +166,15 @@ def test_two_processes_save_in_a_bucket_and_one_forks_exports_and_samples(
 ):
     """Each writes its own part; one finds it damaged, and both go on with the checkpoint before."""
     there, url = tmp_path / "there", f"{bucket.url}/there"
-    run(there, processes=2, devices=2, steps=2, checkpoints=url)
+    to_url = {"checkpoint.directory": url}
+    run(there, processes=2, num_steps=2, **to_url)
     flip(bucket, "there/2/state/ocdbt.process_1/d/")
-    run(there, processes=2, devices=2, checkpoints=url)
+    run(there, processes=2, **to_url)
     assert "leave it as damaged.2" in (there / "logs" / "2_1.txt").read_text()
     assert folders(bucket, "there") == {"1", "2", "3", "damaged.2.0"}
     assert_same_run(there, two_devices, bitwise=True)
 
-    fork = run(tmp_path / "fork", devices=2, start=f"run:{there}@2")
+    fork = run(tmp_path / "fork", f"--start=run:{there}@2")
     assert rows_without_timings(fork) == rows_without_timings(two_devices)[2:]
     ran("-m", "dapo_jax.convert", f"--from=run:{there}", f"--to=hf:{url}-hf")
     convert(f"run:{two_devices}", f"hf:{tmp_path / 'model'}", dtype="float32")
