@@ -13,7 +13,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from byte_tokenizers import CHATML, bpe, load
+from byte_tokenizers import CHATML, WHOLE, bpe, load
 from engines import (
     FEW,
     ROOMY,
@@ -85,7 +85,6 @@ def folder_of(template, special, tmp_path, **more):
 
 
 IM = ("<|im_start|>", "<|im_end|>")
-WHOLE = {"tokenize": True, "add_generation_prompt": True, "return_dict": False}
 
 
 @pytest.mark.parametrize(

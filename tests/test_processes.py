@@ -34,15 +34,10 @@ SECONDS = 480  # a run that takes so long hangs
 def command(workdir, *flags, **keys):
     """The arguments of a run on two devices that saves each step; keys: of its config."""
     own = {"num_steps": STEPS, "mesh.cpu_devices": 2, "eval.every_steps": 2}
-    keys = own | {"checkpoint.every_steps": 1, "checkpoint.keep": 9} | keys
-    flags = [*flags, *(f"--config.{key}={value}" for key, value in keys.items())]
-    return [
-        "-m",
-        "dapo_jax.train",
-        "--config=tests/small_config.py",
-        f"--workdir={workdir}",
-        *flags,
-    ]
+    own |= {"checkpoint.every_steps": 1, "checkpoint.keep": 9}
+    given = [f"--config.{key}={value}" for key, value in (own | keys).items()]
+    where = ("--config=tests/small_config.py", f"--workdir={workdir}")
+    return ["-m", "dapo_jax.train", *where, *flags, *given]
 
 
 def run(workdir, *flags, processes=1, **keys):
