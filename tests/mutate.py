@@ -223,7 +223,7 @@ def mutations() -> list[Mutation]:
 
 
 def mutated(mutation: Mutation, tree: pathlib.Path) -> str:
-    """Returns its file's text with the wrong line; ValueError where the old one is not there once."""
+    """Returns its file's text with the wrong line; ValueError where the old is not there once."""
     text = (tree / mutation.file).read_text()
     if (count := text.count(mutation.old)) != 1:
         raise ValueError(f"{mutation.name}: {mutation.old!r} is {count} times in {mutation.file}")
