@@ -100,7 +100,7 @@ IM = ("<|im_start|>", "<|im_end|>")
 def test_prompt_turn_and_what_is_between_are_the_whole_conversation(
     template, special, role, tmp_path
 ):
-    """One token was lost at every border elsewhere: the newline behind the end that is sampled."""
+    """The newline behind the end that is sampled too: it is nobody's token but the template's."""
     folder = folder_of(template, special, tmp_path)
     tokenizer, library = load(folder, chat="template"), AutoTokenizer.from_pretrained(folder)
     asked = [{"role": "user", "content": "Higher or lower?"}]
@@ -455,10 +455,7 @@ CALL = f"So:\n<tool_call>\n<function=multiply>\n{GIVEN}</function>\n</tool_call>
     ],
 )
 def test_a_models_own_form_of_calls_is_read_by_its_response_template(calls, turn, said, tmp_path):
-    """A turn in which it finds no call is read as the others are.
-
-    The library raises for a broken one, which ended the run as an environment's failure.
-    """
+    """A turn in which it finds no call is read as the others are; the library raises there."""
     fields = {"tool_calls": calls, "content": {"close": "<|im_end|>", "content": "text"}}
     template = {"start_anchor": "<|im_start|>assistant\n", "fields": fields}
     folder = folder_of(CHATML, IM, tmp_path, response_template=template)
@@ -555,9 +552,16 @@ class Letters:
         return [ord(letter) for message in messages for letter in message["content"]]
 
 
-def asked(running, texts, room=100):
+def broken(max_turns):
+    factories = {"data.train": Factory("x:Broken", Broken, 1.0)}
+    return Environments(factories, Letters(), max_turns=max_turns)
+
+
+def plays(texts, failures=0, says=(), *, max_turns=3, room=100):
     """Plays turns, a letter each; returns the last answer."""
-    prompt, tokens, given = Prompt(np.array([1]), EXAMPLE, "data.train"), [], []
+    Broken.failures, Broken.says = failures, iter(says)
+    running, tokens, given = broken(max_turns), [], []
+    prompt = Prompt(np.array([1]), EXAMPLE, "data.train")
     for text in texts:
         tokens += [ord(text), 0]
         given += [False, False]
@@ -567,12 +571,6 @@ def asked(running, texts, room=100):
         tokens += answer.tokens
         given += [True] * len(answer.tokens)
     return answer
-
-
-def plays(texts, failures=0, says=(), *, max_turns=3, room=100):
-    Broken.failures, Broken.says = failures, iter(says)
-    factories = {"data.train": Factory("x:Broken", Broken, 1.0)}
-    return asked(Environments(factories, Letters(), max_turns=max_turns), texts, room)
 
 
 @pytest.mark.parametrize(
@@ -591,13 +589,12 @@ def test_what_fails_outside_a_tool_is_no_wrong_answer(failures, says, message):
 
 def test_an_episode_that_goes_on_elsewhere_is_played_again():
     """With its own answers, or the run ends by the name of the environment."""
-    factories = {"data.train": Factory("x:Broken", Broken, 1.0)}
     tokens, prompt = np.array([*b"a", 0, *b"same", *b"b", 0]), Prompt([1], EXAMPLE, "data.train")
     given = np.isin(np.arange(len(tokens)), range(2, 6))
     response = Response(tokens, np.zeros(len(tokens)), True, given_T=given)
     for says, error in ((), None), (("other",) * 3, "answers .*other.* which it answered 'same'"):
         Broken.failures, Broken.says = 0, iter(says)
-        running = Environments(factories, Letters(), max_turns=2)
+        running = broken(2)
         running.ask((0, 0), 0, prompt, response, 9)
         with pytest.raises(EnvironmentFailed, match=error) if error else nullcontext():
             ((_, answer),) = running.answers(wait=True)

@@ -73,7 +73,7 @@ LATER = saved_steps.PHASES[1:]
 SHORT = (
     Case("SIGTERM", 1, "reducing"),
     Case("SIGKILL", 0, "reducing"),
-    Case("terminal closed", 0, "reducing", 1),
+    pytest.param(Case("terminal closed", 0, "reducing", 1), marks=pytest.mark.slow),
 )
 CASES = (
     *SHORT,

@@ -60,7 +60,7 @@ def test_a_stopwatch_adds_up_a_phase(monkeypatch):
 def test_no_text_controls_a_terminal_and_what_is_no_share_is_no_percent():
     assert printable("a\x1b[31m\n\tb\u202e\ud800 [x] 你") == r"a\x1b[31m⏎\tb\u202e\ud800 [x] 你"
     assert printable_lines("a\x1b[31m\n\tb\u202e\r") == "a\\x1b[31m\n\tb\\u202e\\r"
-    # Seven lines of loops were shown as 713 %, and as the better the more there were.
+    # Seven lines of loops are no 713 %, and not the better the more there are.
     scores = {"eval/a/mean@8": 0.5, "eval/a/maj@8": 0.625, "eval/b/task/loop_lines": 7.13}
     said = evaluation_line(10, scores).partition("  ")
     assert said[0] == "evaluation after 10 steps"

@@ -82,7 +82,7 @@ REFUSED = [
     (setting, {"data.mixture.more.k": 3}, "more.k is set, but is for evaluation sets"),
     (setting, {"eval.sets.arithmetic.rules": "dappo"}, "'dappo', but must be one of dapo, strict"),
     (setting, {"eval.sets.arithmetic.temperature": 0.0}, "its 8 responses .* all be the same"),
-    # All at once: a user's own model and data took six corrections in six runs.
+    # All at once.
     (
         setting,
         {"algo.overlong_cache_tokens": 81, "updates_per_step": 5, "seed": -1},

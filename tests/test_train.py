@@ -60,8 +60,6 @@ def finished(tmp_path_factory):
 
 
 def test_scores_of_a_changed_set_are_not_compared():
-    """A checkpoint that an easier set had scored stayed the best one for good."""
-
     def scored(before, steps, **settings):
         config = small_config(**BEST)
         config.eval.sets.arithmetic.update(settings)
@@ -153,7 +151,7 @@ def test_a_dry_run_checks_and_tells_the_next_step_and_writes_nothing(finished, t
     assert times(finished) == before
     broken = shutil.copytree(finished, tmp_path / "broken")
     (broken / "checkpoints" / "3" / "manifest" / "metadata").write_bytes(b"{")
-    told = lines(broken, num_steps=7)  # it ended in a traceback, where a start goes on
+    told = lines(broken, num_steps=7)
     assert re.search("checkpoints/3/manifest/metadata cannot be read .*: a start would try", told)
     base, weightless = tmp_path / "base", shutil.ignore_patterns("*.safetensors")
     shutil.copytree(small_config().model.path, base, ignore=weightless)
@@ -207,11 +205,9 @@ def test_generation_cap_stops_cleanly_or_trains_on_with_an_alarm(tmp_path, capsy
 
 @pytest.mark.slow
 def test_gspo_trains_by_ratios_to_the_learners_own_rounding(tmp_path):
-    """No weight had changed, and 24 to 38 % of the tokens of short responses were clipped.
+    """GSPO's clip of 3e-4 is narrower than bfloat16's rounding between sampler and learner.
 
-    GSPO's clip is 3e-4 and 4e-4, narrower than bfloat16's rounding between sampler and learner. A
-    forward pass of the learner rounds as its update does only where no program keeps excess
-    precision.
+    A pass of the learner rounds as its update does only where no program keeps excess precision.
     """
     how = UNEVALUATED | {"model.compute_dtype": "bfloat16", "learner.remat": "none"}
     train.train(small_config("gspo", num_steps=1, updates_per_step=1, **how), tmp_path)
@@ -274,7 +270,7 @@ def test_a_run_exports_to_hugging_face(finished, tmp_path):
     pairs = zip(weights(low, "bfloat16"), after, strict=True)
     assert all(np.array_equal(a, b.astype("bfloat16")) for a, b in pairs)
     tokenizer = load_tokenizer(exported, stop_tokens=None, chat="none")
-    for name in ("config.json", "generation_config.json"):  # the export forgot where its run stops
+    for name in ("config.json", "generation_config.json"):
         content = json.loads((exported / name).read_text())
         assert content["eos_token_id"] == tokenizer.stop_ids[0]
     config = small_config(**{"model.path": str(exported)})
@@ -301,7 +297,6 @@ def test_scores_by_hand():
 
 
 def test_spellings_of_one_answer_vote_together_and_nobody_votes_for_none():
-    """Five right answers in five spellings lost to two wrong ones in one; so did wrong ones."""
     right = [Verdict(True, text, "") for text in ("1/2", r"\frac{2}{4}", "0.50", "2^{-1}", "50\\%")]
     assert majority_is_correct([*[Verdict(False, "7", "")] * 2, *right])
     roots = [Verdict(False, text, "") for text in (r"\sqrt{12}", r"2\sqrt{3}", r"2\cdot3^{1/2}")]
@@ -315,7 +310,6 @@ def test_spellings_of_one_answer_vote_together_and_nobody_votes_for_none():
 
 
 def test_the_learners_old_logprobs_are_those_before_the_first_update(monkeypatch):
-    """The pass was left out, for the losses that need it too, and no test saw it."""
     batches = [Batch(**dict.fromkeys(Batch.row_fields(), name), num_micro=1) for name in "ab"]
     monkeypatch.setattr(train.learner, "minibatches", lambda *_: iter(batches))
     seen = []
