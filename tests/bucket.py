@@ -172,9 +172,6 @@ def _handler(bucket: Bucket):
                 self.wfile.flush()
                 self.connection.shutdown(socket.SHUT_RDWR)
 
-        def log_message(self, *_):
-            pass
-
     return Handler
 
 
