@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import types
+from unittest import mock
 
 import jax
 import numpy as np
@@ -316,22 +317,12 @@ def test_the_learners_old_logprobs_are_those_before_the_first_update(monkeypatch
 
     def update(state, start_weights, batch, rate):
         seen.append((batch.tokens_BT, batch.old_logp_BT))
-        return state + 1, {}
+        return types.SimpleNamespace(params="a later policy"), {}
 
-    run = types.SimpleNamespace(
-        config=small_config(**{"rollout.num_prompts": 2}),
-        programs=types.SimpleNamespace(learning=None, mesh=None),
-        record=types.SimpleNamespace(display=types.SimpleNamespace(phase=lambda text: None)),
-        start_weights=None,
-        update=update,
-        old_logprobs=lambda params, start_weights, batch: f"{batch.tokens_BT} by {params}",
-    )
-
-    class State(int):
-        params = property(lambda self: f"policy {int(self)}")
-
-    train.update(run, State(0), None, None, 0.1)
-    assert seen == [("a", "a by policy 0"), ("b", "b by policy 0")]
+    run = mock.MagicMock(update=update)
+    run.old_logprobs = lambda params, start_weights, batch: f"{batch.tokens_BT} by {params}"
+    train.update(run, types.SimpleNamespace(params="the first"), None, None, 0.1)
+    assert seen == [("a", "a by the first"), ("b", "b by the first")]
 
 
 def test_minibatches_cover_the_kept_groups_once(monkeypatch):
