@@ -12,7 +12,7 @@ from processes import ran
 from dapo_jax.logs import metrics
 from dapo_jax.logs.display import Display, evaluation_line
 from dapo_jax.logs.files import append_line, append_log, begin_rows, json_line, read_rows
-from dapo_jax.logs.metrics import METRICS, Metric, Step, Stopwatch, score_metric, step_row
+from dapo_jax.logs.metrics import METRICS, Metric, Step, score_metric, step_row
 from dapo_jax.printable import printable, printable_lines
 from dapo_jax.report import plots
 from dapo_jax.report.runs import load_run, summary_lines
@@ -45,16 +45,6 @@ def test_a_broken_line_elsewhere_is_named(tmp_path, broken):
     for read in (lambda: read_rows(path), lambda: begin_rows(tmp_path, first_step=1)):
         with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2"):
             read()
-
-
-def test_a_stopwatch_adds_up_a_phase(monkeypatch):
-    now = iter(range(99))  # a second from look to look
-    monkeypatch.setattr("time.perf_counter", lambda: next(now))
-    watch = Stopwatch()
-    for _ in range(2):
-        with watch("rollout"):
-            pass
-    assert watch.seconds() == {"rollout": 2, "total": 5}
 
 
 def test_no_text_controls_a_terminal_and_what_is_no_share_is_no_percent():

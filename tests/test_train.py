@@ -85,6 +85,7 @@ def test_a_run_writes_what_it_promises(finished):
         assert row["engine/requests"] == 8 * (row["groups/sampled"] + row["groups/cancelled"])
         assert row["groups/informative"] == 4  # a step ends with the last one that it needs
         assert 0 < row["engine/occupancy"] <= 1
+        assert row["seconds/total"] > row["seconds/rollout"] + row["seconds/update"] > 0
         assert 0 <= row["engine/unused_tokens_fraction"] < 1  # 0: all that was sampled was needed
         # Of the policy that the step sampled; the last policy's is in a file alone.
         assert ("eval/arithmetic/mean@4" in row) == (row["step"] in (0, 2))
