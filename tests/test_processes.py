@@ -1,8 +1,7 @@
 """Several processes give the run of one; checkpoints go from any number of devices to any other.
 
-Sums over two devices have the same bits however the
-devices are spread over processes; sums over four are added in another order, which shows in the
-last digits of float32.
+Sums over two devices have the same bits however the devices are spread over processes; sums over
+four are added in another order, which shows in the last digits of float32.
 """
 
 import contextlib
