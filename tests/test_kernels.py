@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiled_kernels import HEADS, PLUGIN, ROOT, an_h100
+from compiled_kernels import HEADS, PLUGIN, an_h100
 from engines import by_request, programs, step
 from flax import nnx
 from jax.experimental.pallas import tpu as pltpu
-from processes import ran
+from processes import ROOT, ran
 from quick import jit
 
 from dapo_jax.preflight.compile import LIBTPU
