@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiled_kernels import HEADS, PLUGIN, an_h100
+from compiled_kernels import HALF, HEADS, PLUGIN, WHOLE, an_h100
 from engines import by_request, programs, step
 from flax import nnx
 from jax.experimental.pallas import tpu as pltpu
@@ -147,12 +147,11 @@ class Pages:
         return np.asarray(it.attend(*given, **how))
 
 
-def make_pages(attend, *, heads, kv_heads, head_dim, page_tokens, dtype=jnp.float32) -> Pages:
+def make_pages(attend, N, K, H, C, dtype) -> Pages:
     """A case; the prompts of the second and the third slot are one, in the same pages.
 
     attend: the kernel, jitted, with `window` static.
     """
-    N, K, H, C = heads, kv_heads, head_dim, page_tokens
     rng = np.random.default_rng(0)
     tokens_B, prompt_tokens_B = (
         np.round(np.array(lengths) * C).astype(np.int32)
@@ -405,24 +404,16 @@ def near_pages(q_BNH, recent, recent_tokens_B, *given, window):
     return xla.near_attention(*pools, table, window=window)(q_BNH, recent, recent_tokens_B)
 
 
-TINY = {"head_dim": 16, "page_tokens": 16}
-HALF = {"dtype": jnp.bfloat16}
-PAGES = {
-    "xla": (near_pages, {"heads": 6, "kv_heads": 2, **TINY}),
-    "gpu, groups of 5": (paged_gpu, {"heads": 10, "kv_heads": 2, **TINY}),
-    "gpu, more heads than rows": (paged_gpu, {"heads": 20, "kv_heads": 1, **TINY}),
-    "gpu, half precision": (paged_gpu, {"heads": 7, "kv_heads": 1, **HALF, **TINY}),
-    "gpu, 0.5B": (
-        *(paged_gpu, {"heads": 14, "kv_heads": 2, "head_dim": 64, "page_tokens": 32, **HALF}),
-    ),
-    "tpu, grouped": (paged_tpu, {"heads": 6, "kv_heads": 2, **TINY}),
-    "tpu, one key head": (
-        *(paged_tpu, {"heads": 5, "kv_heads": 1, "head_dim": 128, "page_tokens": 64, **HALF}),
-    ),
+PAGES = {  # heads, key heads, head size, tokens of a page, dtype
+    "xla": (near_pages, (6, 2, 16, 16, WHOLE)),
+    "gpu, groups of 5": (paged_gpu, (10, 2, 16, 16, WHOLE)),
+    "gpu, more heads than rows": (paged_gpu, (20, 1, 16, 16, WHOLE)),
+    "gpu, half precision": (paged_gpu, (7, 1, 16, 16, HALF)),
+    "gpu, 0.5B": (paged_gpu, (14, 2, 64, 32, HALF)),
+    "tpu, grouped": (paged_tpu, (6, 2, 16, 16, WHOLE)),
+    "tpu, one key head": (paged_tpu, (5, 1, 128, 64, HALF)),
     # The head is small and the page is not: on TPU its tokens are stored last.
-    "tpu, tokens last": (
-        *(paged_tpu, {"heads": 14, "kv_heads": 2, "head_dim": 64, "page_tokens": 128, **HALF}),
-    ),
+    "tpu, tokens last": (paged_tpu, (14, 2, 64, 128, HALF)),
 }
 WINDOWED = ("xla", "gpu, groups of 5", "gpu, half precision", "tpu, grouped", "tpu, tokens last")
 
@@ -431,7 +422,7 @@ def case(name, **how):
     kernel, sizes = PAGES[name]
     if name != "xla":
         kernel = functools.partial(kernel.paged_attention, **{"interpret": True} | how)
-    return make_pages(jit(kernel, static_argnames="window"), **sizes)
+    return make_pages(jit(kernel, static_argnames="window"), *sizes)
 
 
 @pytest.mark.usefixtures("small")
