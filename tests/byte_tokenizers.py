@@ -4,6 +4,7 @@ import tokenizers
 
 from dapo_jax.tasks.tokenizer import load_tokenizer
 
+WHOLE = {"tokenize": True, "add_generation_prompt": True, "return_dict": False}  # transformers'
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"

@@ -9,7 +9,6 @@ TPU kernels, and how many of these are split over cores.
 import base64
 import contextlib
 import math
-import pathlib
 import re
 import sys
 
@@ -17,13 +16,13 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
+from processes import ROOT
 
 from dapo_jax.preflight.compile import topology_devices
 from models.kernels import KERNELS, xla
 from models.transformer import segment_positions
 from sharding.mesh import make_mesh
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 # Here the plugin with the GPU's compiler may be: jax-cuda13-plugin and jax-cuda13-pjrt of JAX's
 # version, nvidia-cuda-nvcc and nvidia-nvvm, by pip install --no-deps --target .venv/cuda.
 PLUGIN = ROOT / ".venv" / "cuda"

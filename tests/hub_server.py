@@ -89,33 +89,29 @@ def _digest(content: bytes) -> str:
     return hashlib.sha1(content).hexdigest()
 
 
-class _Handler(http.server.BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    hub: Hub
-
-    def log_message(self, *_):
-        """Says nothing."""
-
-    def do_GET(self):
-        path = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path)
-        self.hub.asked.append((self.command, path))
-        token = self.headers.get("Authorization", "").removeprefix("Bearer ")
-        status, headers, body = self.hub.answer(path, token)
-        self.send_response(status)
-        for key, value in {**headers, "Content-Length": str(len(body))}.items():
-            self.send_header(key, value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    do_HEAD = do_GET
-
-
 @contextlib.contextmanager
 def serving() -> Iterator[Hub]:
+    """Serves a hub, which is empty and may be filled meanwhile."""
     hub = Hub()
-    handler = type("Handler", (_Handler,), {"hub": hub})
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self):
+            path = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path)
+            hub.asked.append((self.command, path))
+            token = self.headers.get("Authorization", "").removeprefix("Bearer ")
+            status, headers, body = hub.answer(path, token)
+            self.send_response_only(status)
+            for key, value in {**headers, "Content-Length": str(len(body))}.items():
+                self.send_header(key, value)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        do_HEAD = do_GET
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         server.daemon_threads = True
         hub.url = f"http://127.0.0.1:{server.server_port}"
         threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()

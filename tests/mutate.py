@@ -229,10 +229,7 @@ def mutations() -> list[Mutation]:
 
 
 def mutated(mutation: Mutation, tree: pathlib.Path) -> str:
-    """Returns its file's text with the wrong line; ValueError where the old one is not there once.
-
-    A changed file stays as long as no other: Python tells a compiled one by its seconds and size.
-    """
+    """Returns its file's text with the wrong line; ValueError where the old is not there once."""
     text = (tree / mutation.file).read_text()
     if (count := text.count(mutation.old)) != 1:
         raise ValueError(f"{mutation.name}: {mutation.old!r} is {count} times in {mutation.file}")
@@ -248,9 +245,8 @@ def caught_by(mutation: Mutation, tree: pathlib.Path) -> str:
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", *files]
     file.write_text(text)
     try:
-        done = subprocess.run(
-            command, cwd=tree, env=env, capture_output=True, text=True, timeout=SECONDS, check=False
-        )
+        how = {"cwd": tree, "env": env, "capture_output": True, "text": True}
+        done = subprocess.run(command, timeout=SECONDS, **how)
     except subprocess.TimeoutExpired:
         return f"no end in {SECONDS} s"
     finally:
@@ -263,13 +259,9 @@ def caught_by(mutation: Mutation, tree: pathlib.Path) -> str:
 
 def main(names: list[str]) -> int:
     chosen = [it for it in mutations() if not names or it.name in names]
-    listed = ["git", "ls-files", "-co", "--exclude-standard"]
-    files = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     with tempfile.TemporaryDirectory(prefix="mutate_") as folder:
         tree = pathlib.Path(folder) / "tree"
-        for name in filter(lambda name: (ROOT / name).is_file(), files.splitlines()):
-            (tree / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(ROOT / name, tree / name)
+        shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".*", "runs", "__pycache__"))
         (tree.parent / "shared").symlink_to(ROOT.parent / "shared")
         survived = 0
         for mutation in chosen:

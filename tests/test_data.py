@@ -1,6 +1,5 @@
 """Data: what is read, merged, dropped, refused and counted, and the stream of prompts."""
 
-import contextlib
 import csv
 import json
 import types
@@ -118,6 +117,7 @@ def answer(text):
 
 JSONL, GSM8K, BOXED = ({"kind": kind} for kind in ("jsonl", "gsm8k", "math_solutions"))
 UNMATCHED = ("cm", "6\nor 7"), ("7" * 400,), ("7" * 101, "{7"), (r"\(\)",)
+BEGUN = [MESSAGE, {"role": "assistant", "content": "So\nAnswer: 2"}]
 BAD_LINES = (
     (JSONL, b'{"prompt": "a\xff", "answer": "1"}', "utf-8"),
     (JSONL, b'{"prompt": "a", "answer"', "invalid JSON"),
@@ -131,6 +131,7 @@ BAD_LINES = (
     (JSONL, {"prompt": [{"content": "a"}], "answer": "1"}, "'role' is missing; there are 'con"),
     (JSONL, {"prompt": [{**MESSAGE, "content": None}], "answer": "1"}, "content is null"),
     (JSONL, b'{"prompt": "a \\ud83d", "answer": "1"}', "prompt is not valid Unicode"),
+    (JSONL, {"prompt": BEGUN, "answer": "2"}, "ends with an assistant's message that is right"),
     (GSM8K, {"question": "q", "answer": "x #### ,"}, 'after "####" is empty'),
     (BOXED, {"problem": "q", "solution": "So 7."}, "last box of solution is null"),
     # An answer that nothing can match.
@@ -144,7 +145,7 @@ BAD_LINES = (
 
 @pytest.mark.parametrize(("how", "bad", "reason"), BAD_LINES)
 def test_a_bad_row_is_named_or_skipped(lines, how, bad, reason):
-    good = {"prompt": "ok", "question": "q", "answer": "#### 1" if how == GSM8K else "1"}
+    good = {"prompt": BEGUN, "question": "q", "answer": "#### 1" if how == GSM8K else "1"}
     good |= {"problem": "q", "solution": r"\boxed{1}"}
     path = lines(b"", good, bad)
     with pytest.raises(DataError, match=r"set data\.on_bad_row=skip") as caught:
@@ -159,17 +160,14 @@ def test_a_bad_row_is_named_or_skipped(lines, how, bad, reason):
     assert reason.replace("\\", "\\\\") in str(report.lines()) or reason in str(report.lines())
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
+def test_a_file_of_another_format_is_never_skipped(lines):
+    latin = "prompt,answer\ncafé,1".encode("latin-1")
+    for name, content, message in (
         ("d.parquet", b'{"prompt": "a"}', r"d\.parquet is no readable parquet file.*kind"),
-        ("d.csv", "prompt,answer\ncafé,1\n".encode("latin-1"), r"d\.csv is no readable CSV file"),
-    ],
-)
-def test_a_file_of_another_format_is_never_skipped(tmp_path, name, content, message):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=message):
-        read(tmp_path / name, on_bad_row="skip")
+        ("d.csv", latin, r"d\.csv is no readable CSV file"),
+    ):
+        with pytest.raises(DataError, match=message):
+            read(lines(content, name=name), on_bad_row="skip")
 
 
 WILD = [
@@ -197,16 +195,11 @@ def test_files_in_the_wild_are_read_by_the_names_of_their_fields(tmp_path, name)
     assert examples[1].text == PROMPT_TEMPLATE.replace("{problem}", "{x}")
 
 
-@pytest.mark.parametrize(
-    ("number", "answer"),
-    [
-        *(("0.1", "0.1"), ("42.0", "42"), ("-0.0", "0"), ("1e-7", "0.0000001"), ('"00a"', "00a")),
-        ("1" + "0" * 250, "1" + "0" * 250),
-        ("12345678901234567", "12345678901234567"),
-    ],
-)
-def test_a_number_is_written_out_as_an_answer(lines, number, answer):
-    assert read(lines(f'{{"prompt": "q", "answer": {number}}}'.encode()))[0][0].answer == answer
+def test_a_number_is_written_out_as_an_answer(lines):
+    given = {"0.1": "0.1", "42.0": "42", "-0.0": "0", "1e-7": "0.0000001", '"00a"': "00a"}
+    given |= {number: number for number in ("1" + "0" * 250, "12345678901234567")}
+    rows = (f'{{"prompt": "{i}", "answer": {number}}}' for i, number in enumerate(given))
+    assert [it.answer for it in read(lines(*map(str.encode, rows)))[0]] == [*given.values()]
 
 
 def test_a_number_that_was_rounded_is_refused(tmp_path, lines):
@@ -327,16 +320,6 @@ def test_shards_are_read_in_the_order_of_their_names(tmp_path, lines, byte_token
     lines(b"broken", name="train-d.jsonl")
     with pytest.raises(DataError, match=r"train-\*\.jsonl, train-d\.jsonl, line 1: invalid JSON"):
         load_prompts(tmp_path / "train-*.jsonl", byte_tokenizer, **how)
-    with pytest.raises(FileNotFoundError, match=r"No data file at .*none-\*\.jsonl.*: set path"):
-        load_prompts(tmp_path / "none-*.jsonl", byte_tokenizer, **how)
-
-
-def test_an_answer_that_the_prompt_has_already_is_a_bad_row(lines):
-    turns = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "So\nAnswer: 2"}]
-    for truth, message in (("2", "ends with an assistant's message that is right"), ("3", None)):
-        source = lines({"prompt": turns, "answer": truth})
-        with pytest.raises(DataError, match=message) if message else contextlib.nullcontext():
-            read(source)
 
 
 def test_a_system_message_comes_before_each_prompt(lines, byte_tokenizer):

@@ -1,9 +1,7 @@
 """Episodes: tokens between turns, the engine that is given them, environments and their ends."""
 
 import dataclasses
-import hashlib
 import json
-import pathlib
 import random
 import re
 import shutil
@@ -15,7 +13,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from byte_tokenizers import CHATML, bpe, load
+from byte_tokenizers import CHATML, WHOLE, bpe, load
 from engines import (
     FEW,
     ROOMY,
@@ -35,17 +33,18 @@ from processes import ROOT, ran
 from quick import random_params
 from runs import SCHEDULE, rows_without_timings
 from shared_programs import programs_compiled_once, small_config  # noqa: F401  a fixture
+from small_config import task_of
 from transformers import AutoTokenizer
 
+from configs import base
 from dapo_jax import train
-from dapo_jax.checkpoints import fingerprint
 from dapo_jax.checkpoints.progress import Progress
 from dapo_jax.episodes import Answer, Environments
 from dapo_jax.logs.files import read_rollouts
 from dapo_jax.logs.record import rollout_rows, samples
 from dapo_jax.sampler import session as session_module
 from dapo_jax.sampler.session import LONG_ANSWER, Session, Stream
-from dapo_jax.tasks.base import graded, make_task
+from dapo_jax.tasks.base import graded
 from dapo_jax.tasks.datasets import load_dataset
 from dapo_jax.tasks.environments import EnvironmentFailed, Episode, Factory, tool_calls
 from dapo_jax.types import Example, Group, PartialGroup, Prompt, Response
@@ -86,7 +85,6 @@ def folder_of(template, special, tmp_path, **more):
 
 
 IM = ("<|im_start|>", "<|im_end|>")
-WHOLE = {"tokenize": True, "add_generation_prompt": True, "return_dict": False}
 
 
 @pytest.mark.parametrize(
@@ -102,7 +100,7 @@ WHOLE = {"tokenize": True, "add_generation_prompt": True, "return_dict": False}
 def test_prompt_turn_and_what_is_between_are_the_whole_conversation(
     template, special, role, tmp_path
 ):
-    """One token was lost at every border elsewhere: the newline behind the end that is sampled."""
+    """The newline behind the end that is sampled too: it is nobody's token but the template's."""
     folder = folder_of(template, special, tmp_path)
     tokenizer, library = load(folder, chat="template"), AutoTokenizer.from_pretrained(folder)
     asked = [{"role": "user", "content": "Higher or lower?"}]
@@ -457,10 +455,7 @@ CALL = f"So:\n<tool_call>\n<function=multiply>\n{GIVEN}</function>\n</tool_call>
     ],
 )
 def test_a_models_own_form_of_calls_is_read_by_its_response_template(calls, turn, said, tmp_path):
-    """A turn in which it finds no call is read as the others are.
-
-    The library raises for a broken one, which ended the run as an environment's failure.
-    """
+    """A turn in which it finds no call is read as the others are; the library raises there."""
     fields = {"tool_calls": calls, "content": {"close": "<|im_end|>", "content": "text"}}
     template = {"start_anchor": "<|im_start|>assistant\n", "fields": fields}
     folder = folder_of(CHATML, IM, tmp_path, response_template=template)
@@ -545,6 +540,8 @@ class Broken:
 class Letters:
     """A tokenizer of letters, whose stop token is 0."""
 
+    opening = ""
+
     def decode(self, ids):
         return "".join(chr(id) for id in ids if id)
 
@@ -555,9 +552,16 @@ class Letters:
         return [ord(letter) for message in messages for letter in message["content"]]
 
 
-def asked(running, texts, room=100):
+def broken(max_turns):
+    factories = {"data.train": Factory("x:Broken", Broken, 1.0)}
+    return Environments(factories, Letters(), max_turns=max_turns)
+
+
+def plays(texts, failures=0, says=(), *, max_turns=3, room=100):
     """Plays turns, a letter each; returns the last answer."""
-    prompt, tokens, given = Prompt(np.array([1]), EXAMPLE, "data.train"), [], []
+    Broken.failures, Broken.says = failures, iter(says)
+    running, tokens, given = broken(max_turns), [], []
+    prompt = Prompt(np.array([1]), EXAMPLE, "data.train")
     for text in texts:
         tokens += [ord(text), 0]
         given += [False, False]
@@ -567,12 +571,6 @@ def asked(running, texts, room=100):
         tokens += answer.tokens
         given += [True] * len(answer.tokens)
     return answer
-
-
-def plays(texts, failures=0, says=(), *, max_turns=3, room=100):
-    Broken.failures, Broken.says = failures, iter(says)
-    factories = {"data.train": Factory("x:Broken", Broken, 1.0)}
-    return asked(Environments(factories, Letters(), max_turns=max_turns), texts, room)
 
 
 @pytest.mark.parametrize(
@@ -591,13 +589,12 @@ def test_what_fails_outside_a_tool_is_no_wrong_answer(failures, says, message):
 
 def test_an_episode_that_goes_on_elsewhere_is_played_again():
     """With its own answers, or the run ends by the name of the environment."""
-    factories = {"data.train": Factory("x:Broken", Broken, 1.0)}
     tokens, prompt = np.array([*b"a", 0, *b"same", *b"b", 0]), Prompt([1], EXAMPLE, "data.train")
     given = np.isin(np.arange(len(tokens)), range(2, 6))
     response = Response(tokens, np.zeros(len(tokens)), True, given_T=given)
     for says, error in ((), None), (("other",) * 3, "answers .*other.* which it answered 'same'"):
         Broken.failures, Broken.says = 0, iter(says)
-        running = Environments(factories, Letters(), max_turns=2)
+        running = broken(2)
         running.ask((0, 0), 0, prompt, response, 9)
         with pytest.raises(EnvironmentFailed, match=error) if error else nullcontext():
             ((_, answer),) = running.answers(wait=True)
@@ -629,10 +626,7 @@ def test_a_task_grades_the_last_turn_where_there_is_no_reward():
     turns = [{"role": role, "content": text} for role, text in turns]
     how = {"given_T": given, "measures": {"turns": 2.0}, "turns": turns}
     response = Response(tokens, np.zeros(len(tokens)), True, **how)
-    task = make_task("data.train", TASK)
-    prompt = Prompt(np.array([1]), EXAMPLE)
-    tokenizer = Letters()
-    tokenizer.opening = ""
+    prompt, tokenizer, task = Prompt(np.array([1]), EXAMPLE), Letters(), task_of(task="arithmetic")
     (found,) = graded(Group(0, prompt, (response,)), task=task, tokenizer=tokenizer).responses
     assert found.verdict.correct and found.verdict.measures == {"turns": 2.0}
     assert found.text == "x 1noAnswer: 7"
@@ -642,13 +636,6 @@ def test_a_task_grades_the_last_turn_where_there_is_no_reward():
     assert row["turns"] == found.turns and row["response"] == found.text
     assert shown["response"] == "[assistant] x 1\n[environment] no\n[assistant] Answer: 7"
     assert "turns" not in shown
-
-
-TASK = {
-    **{"task": "arithmetic", "kind": "", "rules": "strict", "on_bad_row": "error", "levels": (1,)},
-    **{"count": 1, "seed": 0, "split": "train", "args": {}},
-    **dict.fromkeys(("path", "prompt_field", "answer_field", "template"), ""),
-}
 
 
 # Runs.
@@ -726,19 +713,14 @@ def test_sample_prints_an_episode_turn_by_turn(one_step):
     assert said[1][1] == "No. Again:" and said[-1][1].startswith("wrong, reward -1; ")
 
 
-def test_a_changed_environment_is_another_run():
-    config = small_config(**{"data.train.environment": "tests.test_episodes:Slow"})
-    found = fingerprint.of_code(config)["data.train.environment"]
-    code = pathlib.Path(__file__).read_bytes()
-    assert found == {"tests.test_episodes": hashlib.sha256(code).hexdigest()[:32]}
-
-
 def test_a_file_for_an_environment_has_columns_and_needs_no_answer(tmp_path):
     """Rows of one prompt are different episodes."""
     rows = [{"prompt": "Go", "secret": n} for n in (3, 4, 4)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = TASK | {"task": "", "path": str(tmp_path / "rows.jsonl"), "system": ""}
-    settings |= {"environment": "tests.test_episodes:Tools", "max_prompts": 0}
+    how = {"path": str(tmp_path / "rows.jsonl"), "environment": "tests.test_episodes:Tools"}
+    config = base.get_config()
+    config.data.train = base.dataset(**how)
+    settings = base.mixture_settings(config)["data.train"]
     tokenizer = Letters()
     tokenizer.rewrites_turns = lambda: True
     tokenizer.encode_chat = lambda messages, tools=(): [ord(it) for it in messages[0]["content"]]

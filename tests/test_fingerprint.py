@@ -119,6 +119,7 @@ FILES = {
         ({"model.family": "helper"}, "helper.py", "model.family: helper"),
         ({"algo.policy_loss": "helper:extra"}, "helper.py", "algo.policy_loss: helper"),
         ({"data.train.task": "loose.task:Task"}, "loose/task.py", "train.task: loose.task"),
+        ({"data.train.environment": "helper:Shop"}, "helper.py", "train.environment: helper"),
         ({"log.writers": ("helper:Writer",)}, "helper.py", "said: log.writers: helper"),
         ({"eval.sets.arithmetic.task": "helper:Task"}, "helper.py", "said: eval.sets.arithmetic"),
     ],

@@ -235,9 +235,6 @@ def test_loop_starts_again_on_75_and_keeps_a_log_an_attempt(tmp_path):
     assert [log.name for log in loop.logs()] == ["attempt-0003.log", "attempt-0004.log"]
 
 
-LIMITS = {"BACKOFF_SECONDS": "10", "BACKOFF_MAX_SECONDS": "50"}
-
-
 @pytest.mark.parametrize(
     ("training", "limits", "code", "starts", "sleeps"),
     [
@@ -261,7 +258,7 @@ def test_loop_backs_off_and_gives_up(tmp_path, training, limits, code, starts, s
     """
     loop = Loop(tmp_path, training)
     fake(tmp_path / "bin" / "sleep", f'echo "$1" >>{tmp_path}/sleeps')
-    returned, output = loop.run(**LIMITS | limits)
+    returned, output = loop.run(BACKOFF_SECONDS="10", BACKOFF_MAX_SECONDS="50", **limits)
     assert returned == code, output
     assert len(loop.lines("starts")) == starts
     assert sleeps is None or loop.lines("sleeps") == [*map(str, sleeps)]

@@ -12,7 +12,7 @@ from processes import ran
 from dapo_jax.logs import metrics
 from dapo_jax.logs.display import Display, evaluation_line
 from dapo_jax.logs.files import append_line, append_log, begin_rows, json_line, read_rows
-from dapo_jax.logs.metrics import METRICS, Metric, Step, Stopwatch, score_metric, step_row
+from dapo_jax.logs.metrics import METRICS, Metric, Step, score_metric, step_row
 from dapo_jax.printable import printable, printable_lines
 from dapo_jax.report import plots
 from dapo_jax.report.runs import load_run, summary_lines
@@ -47,20 +47,10 @@ def test_a_broken_line_elsewhere_is_named(tmp_path, broken):
             read()
 
 
-def test_a_stopwatch_adds_up_a_phase(monkeypatch):
-    now = iter(range(99))  # a second from look to look
-    monkeypatch.setattr("time.perf_counter", lambda: next(now))
-    watch = Stopwatch()
-    for _ in range(2):
-        with watch("rollout"):
-            pass
-    assert watch.seconds() == {"rollout": 2, "total": 5}
-
-
 def test_no_text_controls_a_terminal_and_what_is_no_share_is_no_percent():
     assert printable("a\x1b[31m\n\tb\u202e\ud800 [x] 你") == r"a\x1b[31m⏎\tb\u202e\ud800 [x] 你"
     assert printable_lines("a\x1b[31m\n\tb\u202e\r") == "a\\x1b[31m\n\tb\\u202e\\r"
-    # Seven lines of loops were shown as 713 %, and as the better the more there were.
+    # Seven lines of loops are no 713 %, and not the better the more there are.
     scores = {"eval/a/mean@8": 0.5, "eval/a/maj@8": 0.625, "eval/b/task/loop_lines": 7.13}
     said = evaluation_line(10, scores).partition("  ")
     assert said[0] == "evaluation after 10 steps"

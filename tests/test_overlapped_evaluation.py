@@ -6,7 +6,6 @@ import json
 import shutil
 import weakref
 
-import numpy as np
 import pytest
 from runs import SCHEDULE, Killed, contents, digests, responses, rows_without_timings
 from shared_programs import STEPS, programs_compiled_once, small_config  # noqa: F401  a fixture
@@ -36,8 +35,7 @@ def riding(tmp_path_factory):
     """A run whose evaluations after 0 and 2 steps rode; the one after the last step is alone.
 
     A session is gone when the updates begin: its pages and weights are their memory, and no cycle
-    may keep them until a collection. An evaluation whose grading asked for it through itself kept
-    every session of a run.
+    may keep them until a collection.
     """
     workdir = tmp_path_factory.mktemp("runs") / "riding"
     workdir.mkdir()
@@ -140,13 +138,3 @@ def test_a_run_killed_while_an_evaluation_rides_resumes_bitwise(riding, tmp_path
     ours, theirs = contents(run / "eval"), contents(riding / "eval")
     assert ours == {name: data for name, data in theirs.items() if not name.startswith("0.")}
     assert digests(run, 3) == digests(riding, 3)
-
-
-@pytest.mark.slow
-def test_a_run_that_stops_is_evaluated_where_that_was_due(tmp_path, monkeypatch):
-    """No step follows in whose session it could ride."""
-    nan = {"group_std": lambda reward_PG, length_PG: reward_PG * np.nan}
-    monkeypatch.setattr(train.losses, "ADVANTAGES", nan)
-    with pytest.raises(SystemExit, match="step 1: 4 updates in a row were left out"):
-        train.train(two_sets(), tmp_path)
-    assert {path.name for path in (tmp_path / "eval").glob("*.json")} == {"0.json", "2.json"}

@@ -9,7 +9,6 @@ import pytest
 from small_config import task_of
 
 from configs import base, tiny
-from configs.compare import found
 from dapo_jax import evaluate
 from dapo_jax.checkpoints.fingerprint import Parent
 from dapo_jax.cli import config_flags
@@ -51,8 +50,12 @@ def task(settings):
     task_of(**settings).load()
 
 
+def beginning(settings):
+    start.check(config_with(settings))
+
+
 def writer(name):
-    start.check(config_with({"log.writers": (name,)}))
+    beginning({"log.writers": (name,)})
 
 
 def sweep(changes):
@@ -82,7 +85,7 @@ REFUSED = [
     (setting, {"data.mixture.more.k": 3}, "more.k is set, but is for evaluation sets"),
     (setting, {"eval.sets.arithmetic.rules": "dappo"}, "'dappo', but must be one of dapo, strict"),
     (setting, {"eval.sets.arithmetic.temperature": 0.0}, "its 8 responses .* all be the same"),
-    # All at once: a user's own model and data took six corrections in six runs.
+    # All at once.
     (
         setting,
         {"algo.overlong_cache_tokens": 81, "updates_per_step": 5, "seed": -1},
@@ -121,6 +124,11 @@ REFUSED = [
         "args has on_bad_row, path, which the config has keys for",
     ),
     (task, {"kind": "xlsx", "path": "x.csv"}, "= 'xlsx': must be one of dapo_parquet, .*arithmet"),
+    (
+        beginning,
+        {"model.preset": "0.5b", "rollout.max_response_tokens": 40_000, "updates_per_step": 5},
+        r"updates_per_step = 5.*32768 positions.*model\.preset",
+    ),
     (writer, "wandb", "'wandb', but that package is not installed: pip install .wandb>=0.19,<1"),
     (writer, "mlflow", r"has 'mlflow'; give one of tensorboard, wandb, trackio, or \"module:Class"),
     (writer, "no_such_module:Class", "cannot be imported .*: No module named 'no_such_module'"),
@@ -173,15 +181,6 @@ def test_all_wrong_keys_and_types_of_a_config_file_are_named(tmp_path, lines, re
         config_flags.read_config([f"--config={file}"])
     said = str(refused.value)
     assert "\n" not in said and all(text in said for text in refusals)
-
-
-def test_refusals_of_the_model_are_said_with_those_of_the_config():
-    config = tiny.get_config()
-    config.model.path = found(config.model.path)
-    config.model.preset, config.rollout.max_response_tokens = "0.5b", 40_000
-    config.updates_per_step = 5
-    with pytest.raises(ValueError, match=r"updates_per_step = 5.*32768 positions.*model\.preset"):
-        start.check(config)
 
 
 def test_too_little_data_and_wrong_batches_are_refused_before_anything_compiles():

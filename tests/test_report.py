@@ -76,7 +76,6 @@ def test_load_run_reads_evaluations_in_order_of_steps(tmp_path):
 def test_summary_lines_compare_first_and_last():
     """Evaluations compare files, metrics the means of the first and last 4 of 40 rows."""
     run = _run(steps=40, gain=0.01)
-    # The wall time was without the start.
     run.rows[0] |= {"seconds/load": 20.0, "seconds/compile": 30.0}
     text = "\n".join(" ".join(line.split()) for line in summary_lines(run))
     for line in (
@@ -210,7 +209,7 @@ def test_arms_are_compared_on_the_seeds_they_share():
     assert found == {"b": ["3", "+40.0", "[+40.0, +40.0] *"], "c": ["1", "+0.0", "-"]}
     with pytest.raises(ValueError, match="no arm is called 'd'; there are a, b, c"):
         compare.tables(runs, baseline="d")
-    # A run that died in its last evaluation stood in the table with an earlier one.
+    # A run that died in its last evaluation has no earlier one in its place.
     del (run := _run()).evaluations[SCORE][4]
     assert name not in {quantity.name for quantity in compare.quantities({"a": run})}
 
@@ -225,7 +224,7 @@ def test_a_run_that_ended_early_is_not_the_end_of_its_arm():
     assert len(kept) == 5 and short == ["b/seed_1 has 3 of 30 steps"]
     found = compare.markdown(runs, title="")
     assert "not finished: b/seed_1 has 3 of 30 steps." in found
-    # Two clips that no ratio reached had an interval of [+0.0, +0.0], as if that were measured.
+    # No interval of [+0.0, +0.0], as if that were measured.
     assert "equal on each seed" in found
     # Folders of two configs are arms of their own: each as long as its config asks for.
     alone = {"short": _run(steps=3, num_steps=3), "long": _run(steps=5, num_steps=5)}

@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import sentencepiece
-from byte_tokenizers import CHATML, CONTROL, bpe, load, user
+from byte_tokenizers import CHATML, CONTROL, WHOLE, bpe, load, user
 from processes import ROOT
 from transformers import AutoTokenizer
 
@@ -181,10 +181,9 @@ def test_a_directory_is_read_as_transformers_reads_it(layout, tmp_path, piece_fi
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     ours, chat = load(tmp_path), load(tmp_path, chat="auto")
     assert (ours.chat, chat.chat) == ("none", "template")
-    how = {"tokenize": True, "add_generation_prompt": True, "return_dict": False}
     for text in [*TEXTS, "a <|im_end|> b", " <think> 6*7 </think>"]:
         messages = [{"role": "system", "content": "Be brief. "}, *user(text)]
-        assert chat.encode_chat(messages) == theirs.apply_chat_template(messages, **how)
+        assert chat.encode_chat(messages) == theirs.apply_chat_template(messages, **WHOLE)
         plain = theirs(text, split_special_tokens=True).input_ids
         assert ours.encode_chat(user(text)) == plain
         ids = ours.encode(text)
@@ -257,10 +256,9 @@ def test_qwen_vectors(qwen_folder):
     assert chat.stop_ids == (151645, 151643)  # the instruct model's files name <|im_end|>
     assert 151644 not in plain.encode("<|im_start|>")
     assert chat.decode([9707, 151645]) == "Hello"
-    how = {"tokenize": True, "add_generation_prompt": True, "return_dict": False}
     theirs = AutoTokenizer.from_pretrained(qwen_folder)
     for messages in (user("1+1=?"), [{"role": "system", "content": "只说中文。"}, *user("\n 🚀 ")]):
-        assert chat.encode_chat(messages) == theirs.apply_chat_template(messages, **how)
+        assert chat.encode_chat(messages) == theirs.apply_chat_template(messages, **WHOLE)
 
 
 @pytest.mark.parametrize(

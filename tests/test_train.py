@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import types
+from unittest import mock
 
 import jax
 import numpy as np
@@ -60,8 +61,6 @@ def finished(tmp_path_factory):
 
 
 def test_scores_of_a_changed_set_are_not_compared():
-    """A checkpoint that an easier set had scored stayed the best one for good."""
-
     def scored(before, steps, **settings):
         config = small_config(**BEST)
         config.eval.sets.arithmetic.update(settings)
@@ -86,6 +85,7 @@ def test_a_run_writes_what_it_promises(finished):
         assert row["engine/requests"] == 8 * (row["groups/sampled"] + row["groups/cancelled"])
         assert row["groups/informative"] == 4  # a step ends with the last one that it needs
         assert 0 < row["engine/occupancy"] <= 1
+        assert row["seconds/total"] > row["seconds/rollout"] + row["seconds/update"] > 0
         assert 0 <= row["engine/unused_tokens_fraction"] < 1  # 0: all that was sampled was needed
         # Of the policy that the step sampled; the last policy's is in a file alone.
         assert ("eval/arithmetic/mean@4" in row) == (row["step"] in (0, 2))
@@ -109,27 +109,18 @@ def test_a_run_writes_what_it_promises(finished):
 
 
 def test_stopped_and_resumed_equals_uninterrupted_bitwise(finished, tmp_path):
-    """Stop after the checkpoint of step 2, lose the rows' end, resume: the same numbers."""
+    """Killed behind the checkpoint of step 2, while its row is written: the checkpoint has it."""
     train.train(small_config(num_steps=2), tmp_path)
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 2, "reward/mean": 123.0}\n{"step": 3, "rewa')  # killed while writing
+    file = tmp_path / "metrics.jsonl"
+    first, second = file.read_text().splitlines()
+    file.write_text(f"{first}\n{second[:30]}")
     train.train(small_config(), tmp_path)
     assert rows_without_timings(tmp_path) == rows_without_timings(finished)
     for step in range(STEPS):
         assert responses(tmp_path, step) == responses(finished, step)
-
-
-def test_a_row_lost_between_checkpoint_and_write_comes_back(finished, tmp_path):
-    """Killed after the checkpoint, before its row: the checkpoint carries the row."""
-    run = shutil.copytree(finished, tmp_path / "run")
-    shutil.rmtree(run / "checkpoints" / "3")
-    first, *_ = (run / "metrics.jsonl").read_text().splitlines()
-    (run / "metrics.jsonl").write_text(first + "\n")
-    train.train(small_config(), run)
-    assert rows_without_timings(run) == rows_without_timings(finished)
-    (run / "metrics.jsonl").unlink()  # of the finished run: the checkpoint has the last row
-    train.train(small_config(), run)
-    assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == [2]
+    file.unlink()  # of the finished run
+    train.train(small_config(), tmp_path)
+    assert [row["step"] for row in read_rows(file)] == [2]
 
 
 def test_a_start_that_fails_leaves_the_directory_free(tmp_path):
@@ -162,7 +153,7 @@ def test_a_dry_run_checks_and_tells_the_next_step_and_writes_nothing(finished, t
     assert times(finished) == before
     broken = shutil.copytree(finished, tmp_path / "broken")
     (broken / "checkpoints" / "3" / "manifest" / "metadata").write_bytes(b"{")
-    told = lines(broken, num_steps=7)  # it ended in a traceback, where a start goes on
+    told = lines(broken, num_steps=7)
     assert re.search("checkpoints/3/manifest/metadata cannot be read .*: a start would try", told)
     base, weightless = tmp_path / "base", shutil.ignore_patterns("*.safetensors")
     shutil.copytree(small_config().model.path, base, ignore=weightless)
@@ -216,11 +207,9 @@ def test_generation_cap_stops_cleanly_or_trains_on_with_an_alarm(tmp_path, capsy
 
 @pytest.mark.slow
 def test_gspo_trains_by_ratios_to_the_learners_own_rounding(tmp_path):
-    """No weight had changed, and 24 to 38 % of the tokens of short responses were clipped.
+    """GSPO's clip of 3e-4 is narrower than bfloat16's rounding between sampler and learner.
 
-    GSPO's clip is 3e-4 and 4e-4, narrower than bfloat16's rounding between sampler and learner. A
-    forward pass of the learner rounds as its update does only where no program keeps excess
-    precision.
+    A pass of the learner rounds as its update does only where no program keeps excess precision.
     """
     how = UNEVALUATED | {"model.compute_dtype": "bfloat16", "learner.remat": "none"}
     train.train(small_config("gspo", num_steps=1, updates_per_step=1, **how), tmp_path)
@@ -232,11 +221,11 @@ def test_gspo_trains_by_ratios_to_the_learners_own_rounding(tmp_path):
     assert np.isfinite(row["loss"])
 
 
-def test_a_run_whose_updates_are_left_out_stops_with_its_weights_saved(tmp_path, monkeypatch):
-    """Every gradient is NaN."""
+def test_a_run_whose_updates_are_left_out_stops_evaluated_and_saved(tmp_path, monkeypatch):
+    """Every gradient is NaN. No step follows in whose session the evaluation could ride."""
     nan = {"group_std": lambda reward_PG, length_PG: reward_PG * np.nan}
     monkeypatch.setattr(train.losses, "ADVANTAGES", nan)
-    config = small_config(**UNEVALUATED)
+    config = small_config(**{"eval.every_steps": 2})
     with pytest.raises(SystemExit, match="step 1: 4 updates in a row were left out") as stopped:
         train.train(config, tmp_path)
     for text in ("the loss or a metric of it was not finite", "learner.learning_rate = 5e-05"):
@@ -244,6 +233,7 @@ def test_a_run_whose_updates_are_left_out_stops_with_its_weights_saved(tmp_path,
         assert text in (tmp_path / "log.txt").read_text()
     rows = read_rows(tmp_path / "metrics.jsonl")
     assert [row["updates_skipped_in_a_row"] for row in rows] == [2, 4]
+    assert {path.name for path in (tmp_path / "eval").glob("*.json")} == {"0.json", "2.json"}
     programs = components.programs(config, components.tokenizer(config).vocab_size)
     state, _ = Checkpoints(tmp_path / "checkpoints", keep=3).restore(2, programs.state)
     same = jax.tree.map(np.array_equal, state.params, programs.start_params())
@@ -282,7 +272,7 @@ def test_a_run_exports_to_hugging_face(finished, tmp_path):
     pairs = zip(weights(low, "bfloat16"), after, strict=True)
     assert all(np.array_equal(a, b.astype("bfloat16")) for a, b in pairs)
     tokenizer = load_tokenizer(exported, stop_tokens=None, chat="none")
-    for name in ("config.json", "generation_config.json"):  # the export forgot where its run stops
+    for name in ("config.json", "generation_config.json"):
         content = json.loads((exported / name).read_text())
         assert content["eos_token_id"] == tokenizer.stop_ids[0]
     config = small_config(**{"model.path": str(exported)})
@@ -309,7 +299,6 @@ def test_scores_by_hand():
 
 
 def test_spellings_of_one_answer_vote_together_and_nobody_votes_for_none():
-    """Five right answers in five spellings lost to two wrong ones in one; so did wrong ones."""
     right = [Verdict(True, text, "") for text in ("1/2", r"\frac{2}{4}", "0.50", "2^{-1}", "50\\%")]
     assert majority_is_correct([*[Verdict(False, "7", "")] * 2, *right])
     roots = [Verdict(False, text, "") for text in (r"\sqrt{12}", r"2\sqrt{3}", r"2\cdot3^{1/2}")]
@@ -323,29 +312,18 @@ def test_spellings_of_one_answer_vote_together_and_nobody_votes_for_none():
 
 
 def test_the_learners_old_logprobs_are_those_before_the_first_update(monkeypatch):
-    """The pass was left out, for the losses that need it too, and no test saw it."""
     batches = [Batch(**dict.fromkeys(Batch.row_fields(), name), num_micro=1) for name in "ab"]
     monkeypatch.setattr(train.learner, "minibatches", lambda *_: iter(batches))
     seen = []
 
     def update(state, start_weights, batch, rate):
         seen.append((batch.tokens_BT, batch.old_logp_BT))
-        return state + 1, {}
+        return types.SimpleNamespace(params="a later policy"), {}
 
-    run = types.SimpleNamespace(
-        config=small_config(**{"rollout.num_prompts": 2}),
-        programs=types.SimpleNamespace(learning=None, mesh=None),
-        record=types.SimpleNamespace(display=types.SimpleNamespace(phase=lambda text: None)),
-        start_weights=None,
-        update=update,
-        old_logprobs=lambda params, start_weights, batch: f"{batch.tokens_BT} by {params}",
-    )
-
-    class State(int):
-        params = property(lambda self: f"policy {int(self)}")
-
-    train.update(run, State(0), None, None, 0.1)
-    assert seen == [("a", "a by policy 0"), ("b", "b by policy 0")]
+    run = mock.MagicMock(update=update)
+    run.old_logprobs = lambda params, start_weights, batch: f"{batch.tokens_BT} by {params}"
+    train.update(run, types.SimpleNamespace(params="the first"), None, None, 0.1)
+    assert seen == [("a", "a by the first"), ("b", "b by the first")]
 
 
 def test_minibatches_cover_the_kept_groups_once(monkeypatch):
