@@ -1,10 +1,8 @@
 """The shared part of the benchmarks: the peers' model sizes, a config's programs, a table."""
 
 import csv
-import json
 import os
 import pathlib
-import subprocess
 import time
 import types
 from collections.abc import Sequence
@@ -13,11 +11,12 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import flags
 
 from configs import base
 from dapo_jax.logs.provenance import code_version
 from dapo_jax.preflight.chips import Chip
+from dapo_jax.report import compare
+from dapo_jax.report.runs import commit_text
 from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.setup import auto_sizes, components
 from dapo_jax.types import Group, Prompt
@@ -32,15 +31,11 @@ SIZES = {
     "135": Qwen2Config(49_152, 576, 1_536, 30, 9, 3, 64, True),  # SmolLM2's
 }
 NO_STOP = 1 << 30
-FLAGS = flags.FLAGS
 
 
 def commit() -> str:
     """The commit that is measured, with a mark where files were changed since."""
-    version = code_version(pathlib.Path(__file__).parents[2])
-    if version["commit"] is None:
-        return "a copy without git"
-    return version["commit"][:7] + ("-dirty" if version["changed"] else "")
+    return commit_text(code_version(pathlib.Path(__file__).parents[2]))
 
 
 def machine() -> str:
@@ -127,29 +122,7 @@ def real_lengths(path: str, count: int, longest: int) -> np.ndarray:
     return np.clip(np.round(chosen / 4), 1, longest).astype(int)
 
 
-def define_peer_flags(*, required: bool) -> None:
-    """Defines the flags of a comparison with the script of a peer, bench_torch.py."""
-    flags.DEFINE_string("peers", None, "Folder of the peer's script.", required=required)
-    torch = "Python of an environment with torch and transformers."
-    flags.DEFINE_string("torch_python", None, torch, required=required)
-    flags.DEFINE_list("sizes", ["1.25", "11.8"], "Millions of parameters; 135 is SmolLM2's size.")
-
-
-def run_peer(script: pathlib.Path, sizes: Qwen2Config, **work: int) -> dict:
-    """Runs a peer's script by the Python of its own environment: its last line of JSON.
-
-    It has the model's sizes and the work's (with _ for -) as flags.
-    """
-    work |= {"layers": sizes.num_layers, "width": sizes.width, "heads": sizes.num_heads}
-    work |= {"kv": sizes.num_kv_heads, "mlp": sizes.mlp_width, "vocab": sizes.vocab_size}
-    command = [FLAGS.torch_python, str(script)]
-    command += [word for k, v in work.items() for word in (f"--{k.replace('_', '-')}", str(v))]
-    run = subprocess.run(command, capture_output=True, text=True, check=True)
-    return json.loads([line for line in run.stdout.splitlines() if line.startswith("{")][-1])
-
-
 def table(header, rows) -> str:
     """A Markdown table; a row may lack its last cells."""
     full = [[*row, *[""] * (len(header) - len(row))] for row in rows]
-    lines = [header, ["---"] * len(header), *full]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+    return "\n".join(compare.table(header, full))

@@ -1,4 +1,4 @@
-"""The update, and a whole RL step, beside transformers with torch, on the same work.
+"""Sampling, the update, and a whole RL step, beside transformers with torch, on the same work.
 
     python -m experiments.benchmarks.learner --peers=DIR --torch_python=... \
         --lengths=response_lengths.csv
@@ -6,12 +6,14 @@
 8 prompts of 64 tokens x 8 responses, float32, random weights: all responses of 128 tokens, and
 lengths sampled from the CSV, a quarter of each, cut at --longest, to which the peer pads. Tokens
 are those of the responses. A step is sampling, the peer's log-probabilities of what it sampled
-(ours come with the samples), and one update of all 64 responses. Best of --repeats.
+(ours come with the samples), and one update of all 64 responses. Best of --repeats. DIR holds
+bench_torch.py, run by the Python of its own environment; without it only we run.
 """
 
 import functools
 import json
 import pathlib
+import subprocess
 
 import jax
 import numpy as np
@@ -24,7 +26,9 @@ from experiments.preflight.estimate import Device
 from sharding.mesh import split_cpu
 
 FLAGS = flags.FLAGS
-common.define_peer_flags(required=False)  # without them only we run
+flags.DEFINE_string("peers", None, "Folder of the peer's script.")
+flags.DEFINE_string("torch_python", None, "Python with torch and transformers.")
+flags.DEFINE_list("sizes", ["1.25", "11.8"], "Millions of parameters; 135 is SmolLM2's size.")
 flags.DEFINE_string("lengths", None, "CSV of real response lengths.", required=True)
 flags.DEFINE_list("work", ["equal", "real"], "Which lengths.")
 flags.DEFINE_integer("devices", 1, "Devices that the CPU is counted as, for us.")
@@ -33,10 +37,11 @@ flags.DEFINE_integer("rows", 2, "Packed rows of a micro-batch.")
 flags.DEFINE_integer("longest", 1_024, "Tokens at which real lengths are cut.")
 flags.DEFINE_integer("repeats", 3, "Of everything; the best counts.")
 PROMPTS, GROUP, PROMPT, EQUAL = 8, 8, 64, 128
+PARTS = ("sampling", "update", "step")
 
 
 def ours(size: str, length_PG: np.ndarray) -> dict[str, float]:
-    """The best seconds of our update and step."""
+    """The best seconds of each of our parts."""
     longest = int(length_PG.max())
     built = common.programs(
         size,
@@ -56,9 +61,11 @@ def ours(size: str, length_PG: np.ndarray) -> dict[str, float]:
     prompts = common.random_prompts(built, PROMPTS, PROMPT)
     advantage_PG = np.random.default_rng(0).normal(size=(PROMPTS, GROUP)).astype(np.float32)
 
-    def rollout():
-        params = built.reshard(state.params, None)
+    def rollout(params):
         return common.sample(built, params, prompts, length_PG.tolist())[0]
+
+    def whole_step():
+        return take_update(rollout(built.reshard(state.params, None)))
 
     def take_update(groups):
         nonlocal state
@@ -70,21 +77,26 @@ def ours(size: str, length_PG: np.ndarray) -> dict[str, float]:
         )
         return hosts.fetch(metrics), jax.block_until_ready(state)
 
-    sampled = rollout()
+    params = built.reshard(built.start_params(), None)  # an update donates the state's
+    sampled = rollout(params)
     assert float(take_update(sampled)[0]["ratio_gap"]) < 1e-3
+    works = (lambda: rollout(params), lambda: take_update(sampled), whole_step)
     best = functools.partial(common.best_seconds, repeats=FLAGS.repeats)
-    return {
-        "update": best(lambda: take_update(sampled)),
-        "step": best(lambda: take_update(rollout())),
-    }
+    return dict(zip(PARTS, map(best, works), strict=True))
 
 
 def theirs(size: str, new_tokens: int) -> dict[str, float]:
-    """The best seconds of transformers' and torch's update and step."""
-    work = {"prompts": PROMPTS, "group": GROUP, "prompt_len": PROMPT, "new_tokens": new_tokens}
-    script = pathlib.Path(FLAGS.peers) / "bench_torch.py"
-    result = common.run_peer(script, common.SIZES[size], **work, iters=FLAGS.repeats)
-    return {name: result[f"{name}_best_s"] for name in ("update", "step")}
+    """The best seconds of each part of transformers and torch, by the last line of the script."""
+    c = common.SIZES[size]
+    work = {"prompts": PROMPTS, "group": GROUP, "prompt-len": PROMPT, "new-tokens": new_tokens}
+    work |= {"layers": c.num_layers, "width": c.width, "heads": c.num_heads, "kv": c.num_kv_heads}
+    work |= {"mlp": c.mlp_width, "vocab": c.vocab_size, "iters": FLAGS.repeats}
+    command = [FLAGS.torch_python, str(pathlib.Path(FLAGS.peers) / "bench_torch.py")]
+    command += [word for name, value in work.items() for word in (f"--{name}", str(value))]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = json.loads([line for line in run.stdout.splitlines() if line.startswith("{")][-1])
+    sampling = PROMPTS * GROUP * new_tokens / found["rollout_tokens_per_s"]
+    return {"sampling": sampling, "update": found["update_best_s"], "step": found["step_best_s"]}
 
 
 def main(_):
@@ -101,7 +113,7 @@ def main(_):
                 padded = EQUAL if work == "equal" else FLAGS.longest
                 seconds["transformers"] = theirs(size, padded)
             print(json.dumps({"size": size, "work": work, "tokens": tokens, **seconds}), flush=True)
-            for name in ("update", "step"):
+            for name in PARTS:
                 rates = {party: tokens / of[name] for party, of in seconds.items()}
                 over = rates["dapo_jax"] / rates.get("transformers", float("nan"))
                 shown = [f"{rate:,.0f}" for rate in rates.values()]

@@ -20,21 +20,18 @@ from sharding.mesh import split_cpu
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("lengths", None, "CSV of real response lengths.", required=True)
-flags.DEFINE_string("size", "1.25", "Millions of parameters.")
-flags.DEFINE_integer("slots", 64, "Slots of the engine, rows of a static batch.")
-flags.DEFINE_integer("devices", 2, "Devices that the CPU is counted as.")
 flags.DEFINE_integer("rounds", 3, "Turns of every party; the best counts.")
 REQUESTS, GROUP, PROMPT, RESPONSE = 512, 8, 64, 1_024
-PAGE = 64
+SLOTS, PAGE = 64, 64  # slots of the engine, rows of a static batch
 
 
 def main(_):
-    split_cpu(FLAGS.devices)
+    split_cpu(2)
     real_N = common.real_lengths(FLAGS.lengths, REQUESTS, RESPONSE)
     equal_N = np.full(REQUESTS, round(real_N.mean()))
     built = common.programs(
-        FLAGS.size,
-        requests=FLAGS.slots,
+        "1.25",
+        requests=SLOTS,
         rollout__group_size=GROUP,
         rollout__max_prompt_tokens=PROMPT,
         rollout__max_response_tokens=RESPONSE,
@@ -45,10 +42,8 @@ def main(_):
     prompts = common.random_prompts(built, REQUESTS // GROUP, PROMPT)
 
     def engine_rate(limit_N):
-        _, session, seconds = common.sample(
-            built, params, prompts, limit_N.reshape(-1, GROUP).tolist()
-        )
-        return int(limit_N.sum()) / seconds, session
+        limits = limit_N.reshape(-1, GROUP).tolist()
+        return int(limit_N.sum()) / common.sample(built, params, prompts, limits)[-1]
 
     def static_rate(limit_N):
         start = time.perf_counter()
@@ -58,11 +53,11 @@ def main(_):
             prompts[np.arange(REQUESTS) // GROUP],
             limit_N,
             config=built.sizes,
-            rows=FLAGS.slots,
+            rows=SLOTS,
             max_tokens=RESPONSE,
             place=lambda array: hosts.place(array, rules.rows(built.mesh)),
         )
-        return tokens / (time.perf_counter() - start), None
+        return tokens / (time.perf_counter() - start)
 
     parties = {
         "engine, real lengths": (engine_rate, real_N),
@@ -71,16 +66,13 @@ def main(_):
     }
     for rate in (engine_rate, static_rate):
         rate(np.minimum(real_N, 32))
-    best, session = dict.fromkeys(parties, 0.0), None
+    best = dict.fromkeys(parties, 0.0)
     for _ in range(FLAGS.rounds):
         for name, (rate, limit_N) in parties.items():
-            found, ran = rate(limit_N)
+            found = rate(limit_N)
             best[name] = max(best[name], found)
-            session = ran if limit_N is real_N and ran else session
             print(f"{name}: {found:.0f}", flush=True)
     ours, *others = best.values()
-    waiting = [block for block in session.blocks if block.waiting]
-    occupancy = sum(b.useful_N.sum() for b in waiting) / sum(b.steps * b.slots for b in waiting)
     print(
         f"\n{common.machine()}, commit {common.commit()}; {REQUESTS} requests, lengths "
         f"{real_N.min()} to {real_N.max()}, mean {real_N.mean():.0f}, median "
@@ -89,11 +81,6 @@ def main(_):
     over = ["", *(f"{ours / other:.2f}" for other in others)]
     rows = [[name, f"{best[name]:,.0f}", it] for name, it in zip(best, over, strict=True)]
     print(common.table(["", "useful tokens/s", "engine's real lengths over it"], rows))
-    print(
-        f"occupancy until the queue was empty {occupancy:.1%}; cache used at most "
-        f"{max(b.cache_use for b in session.blocks):.0%}; seconds "
-        + ", ".join(f"{name} {spent:.2f}" for name, spent in session.seconds.items())
-    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The peer of `gpu`: transformers with torch on one GPU, by the Python of its own environment.
+"""The peer of `device`: transformers with torch on one GPU, by the Python of its own environment.
 
-    python experiments/benchmarks/torch_gpu.py [--small]
+    python experiments/benchmarks/torch_gpu.py
 
 Random weights. A decode step: bfloat16, with a cache of random keys and values as `generate` keeps
 it; where 256 slots do not fit, half as many are tried. An update: four rows of one response each,
@@ -8,7 +8,6 @@ float32 weights under autocast, all layers recomputed, the head in pieces, fused
 this project is imported.
 """
 
-import argparse
 import contextlib
 import time
 
@@ -20,14 +19,8 @@ with contextlib.suppress(ModuleNotFoundError):  # what lists our modules imports
 SIZES = {  # width, feed-forward, layers, heads, key/value heads, vocabulary
     "0.5b": (896, 4_864, 24, 14, 2, 151_936),
     "1.5b": (1_536, 8_960, 28, 12, 2, 151_936),
-    "tiny": (128, 512, 4, 4, 2, 384),
 }
 PROMPT, ROWS, PIECE, REPEATS = 64, 4, 2_048, 3
-
-
-def device() -> str:
-    """Names the GPU, or the CPU where there is none."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def model_of(name: str, dtype):
@@ -44,7 +37,7 @@ def model_of(name: str, dtype):
         tie_word_embeddings=True,
         attn_implementation="sdpa",
     )
-    with torch.device(device()):
+    with torch.device("cuda"):
         return Qwen2ForCausalLM(config).to(dtype)
 
 
@@ -68,10 +61,10 @@ def decode(name: str, context: int, slots: int) -> str:
             for layer in range(c.num_hidden_layers):
                 shape = (slots, c.num_key_value_heads, context, head_dim)
                 keys, values = (
-                    torch.randn(shape, dtype=torch.bfloat16, device=device()) for _ in range(2)
+                    torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2)
                 )
                 cache.update(keys, values, layer)
-            token = torch.ones((slots, 1), dtype=torch.long, device=device())
+            token = torch.ones((slots, 1), dtype=torch.long, device="cuda")
 
             @torch.no_grad()
             def step(token=token, cache=cache):
@@ -93,12 +86,11 @@ def update(name: str, row_tokens: int) -> str:
     """Times an update with DAPO's loss."""
     model = model_of(name, torch.float32).train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    fused = device() == "cuda"
-    adam = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.1, fused=fused)
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.1, fused=True)
     vocab = model.config.vocab_size
-    ids_RT = torch.randint(1, vocab, (ROWS, 1, row_tokens), device=device())
-    old_logp = torch.log(torch.tensor(1.0 / vocab, device=device()))
-    advantage_R = torch.randn(ROWS, device=device())
+    ids_RT = torch.randint(1, vocab, (ROWS, 1, row_tokens), device="cuda")
+    old_logp = torch.log(torch.tensor(1.0 / vocab, device="cuda"))
+    advantage_R = torch.randn(ROWS, device="cuda")
 
     def loss_of(hidden_BTD, target_BT, advantage):
         logits_BTV = model.lm_head(hidden_BTD).float()
@@ -110,9 +102,9 @@ def update(name: str, row_tokens: int) -> str:
     def step():
         adam.zero_grad(set_to_none=True)
         for ids_BT, advantage in zip(ids_RT, advantage_R, strict=True):
-            with torch.autocast(device(), dtype=torch.bfloat16):
+            with torch.autocast("cuda", dtype=torch.bfloat16):
                 hidden_BTD = model.model(input_ids=ids_BT, use_cache=False).last_hidden_state
-                loss = torch.zeros((), device=device())
+                loss = torch.zeros((), device="cuda")
                 for first in range(PROMPT - 1, row_tokens - 1, PIECE):
                     end = min(first + PIECE, row_tokens - 1)
                     piece = hidden_BTD[:, first:end], ids_BT[:, first + 1 : end + 1], advantage
@@ -126,19 +118,15 @@ def update(name: str, row_tokens: int) -> str:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--small", action="store_true", help="Toy sizes: shows that it works.")
-    small = parser.parse_args().small
-    updates = (("tiny", 256),) if small else (("0.5b", 4_096), ("0.5b", 22_528), ("1.5b", 4_096))
-    decodes = (("tiny", 64, 4),) if small else (("0.5b", 1_024, 256), ("0.5b", 4_096, 256))
-    where = torch.cuda.get_device_name() if device() == "cuda" else "a CPU"
+    updates = (("0.5b", 4_096), ("0.5b", 22_528), ("1.5b", 4_096))
+    decodes = (("0.5b", 1_024, 256), ("0.5b", 4_096, 256))
+    where = torch.cuda.get_device_name()
     print(f"{where}, torch {torch.__version__}\n\n| row | result |\n| --- | --- |")
     for run, works in ((update, updates), (decode, decodes)):
         for name, tokens, *slots in works:
             found = run(name, tokens, *slots)
             print(f"| {run.__name__}, {name}, {tokens:,} tokens | {found} |", flush=True)
-            if device() == "cuda":
-                torch.cuda.empty_cache()
+            torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":
