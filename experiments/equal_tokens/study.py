@@ -3,7 +3,7 @@
 import functools
 
 from dapo_jax.report.compare import Quantity, accuracy_over, final_score
-from experiments.study import CLIPPED, Claim, Study
+from experiments.study import CLIPPED, Claim, Study, titled
 from experiments.table1.study import accuracy_at_budget
 
 AREA = accuracy_over(1_750_000)
@@ -25,12 +25,7 @@ STUDY = Study(
         "dapo": "preset=dapo num_steps=62 eval.every_steps=31",
     },
     quantities=(AREA, EARLY, MIDDLE, END, ROAD, LONG, *CLIPPED),
-    drawn={
-        "accuracy/mean": "accuracy of the sampled responses",
-        "entropy": "policy entropy, nats",
-        "response_tokens/mean": "response length, tokens",
-        "task/right_road": "share of the rare road",
-    },
+    drawn=titled("accuracy/mean", "entropy", "response_tokens/mean", "task/right_road"),
     over_tokens=True,
     claims=(
         Claim(AREA, "dapo", -1, "naive_grpo"),

@@ -11,7 +11,7 @@ from dapo_jax.report.compare import Quantity, final_score, last, mean
 from dapo_jax.report.runs import column
 from dapo_jax.report.statistics import nan_mean
 from experiments.eps_high.study import HALF
-from experiments.study import CLIPPED, Claim, Study
+from experiments.study import CLIPPED, Claim, Study, titled
 from experiments.token_level.study import EARLY_LOOPS
 
 BUDGET_TOKENS = 400_000
@@ -76,12 +76,7 @@ STUDY = Study(
         HALF,
         mean("groups sampled a step", "groups/sampled"),
     ),
-    drawn={
-        "accuracy/mean": "accuracy of the sampled responses",
-        "entropy": "policy entropy, nats",
-        "response_tokens/mean": "response length, tokens",
-        "task/right_road": "share of the rare road",
-    },
+    drawn=titled("accuracy/mean", "entropy", "response_tokens/mean", "task/right_road"),
     over_tokens=True,
     claims=(
         *(Claim(STEPS, after, +1, before) for before, after in itertools.pairwise(TABLE_1)),
