@@ -9,20 +9,16 @@ from collections.abc import Sequence
 from unittest import mock
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from configs import base
 from dapo_jax.logs.provenance import code_version
-from dapo_jax.preflight.chips import Chip
 from dapo_jax.report import compare
 from dapo_jax.report.runs import commit_text
 from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.setup import auto_sizes, components
 from dapo_jax.types import Group, Prompt
 from models.qwen2 import PRESETS, Qwen2Config
-from sharding import rules
-from sharding.mesh import make_mesh
 
 # By millions of parameters; the sizes at which the peers are timed.
 SIZES = {
@@ -77,15 +73,15 @@ def random_prompts(built: components.Programs, count: int, tokens: int) -> np.nd
 
 def sample(
     built: components.Programs, params, prompts: Sequence, limits: Sequence[Sequence[int]]
-) -> tuple[list[Group], Session, float]:
-    """Samples responses of exactly these tokens to the end: (groups, session, wall seconds)."""
+) -> tuple[list[Group], float]:
+    """Samples responses of exactly these tokens to the end: (groups, wall seconds)."""
     start, groups = time.perf_counter(), {}
     session = Session(built.engine, params, stream(built))
     for cursor, (prompt, tokens) in enumerate(zip(prompts, limits, strict=True)):
         session.submit(cursor, Prompt(prompt), group_size=len(tokens), max_tokens=[*tokens])
     while session.unfinished:
         groups |= {group.cursor: group for group in session.step()}
-    return [groups[i] for i in range(len(prompts))], session, time.perf_counter() - start
+    return [groups[i] for i in range(len(prompts))], time.perf_counter() - start
 
 
 def best_seconds(run, *, repeats: int) -> float:
@@ -97,21 +93,6 @@ def best_seconds(run, *, repeats: int) -> float:
         jax.block_until_ready(run())
         times.append(time.perf_counter() - start)
     return min(times)
-
-
-def measured_chip(*, copy_mib: int, product: int, dtype, devices=None) -> Chip:
-    """Returns a device with the rates of a large copy (read and written) and a large product."""
-    mesh = make_mesh(data=-1, model=1, devices=devices)
-    ways, rows = rules.row_degree(mesh), rules.rows(mesh)
-    values = copy_mib * 2**20 // jnp.dtype(dtype).itemsize
-    shapes = (ways, values // 1_024, 1_024), (ways, product, product)  # whole tiles of a TPU
-    make = jax.jit(lambda: [jnp.ones(shape, dtype) for shape in shapes], out_shardings=rows)
-    array, square = make()
-    copy = jax.jit(lambda a: a + 1)
-    multiply = jax.jit(lambda a: jnp.einsum("dij,djk->dik", a, a))
-    seconds = best_seconds(lambda: copy(array), repeats=10)
-    flop_rate = 2 * product**3 / best_seconds(lambda: multiply(square), repeats=10)
-    return Chip("measured", 0.0, 2 * array.nbytes / ways / seconds, flop_rate)
 
 
 def real_lengths(path: str, count: int, longest: int) -> np.ndarray:

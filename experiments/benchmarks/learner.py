@@ -22,7 +22,6 @@ from absl import app, flags
 from dapo_jax.learner import minibatch
 from dapo_jax.process import hosts
 from experiments.benchmarks import common
-from experiments.preflight.estimate import Device
 from sharding.mesh import split_cpu
 
 FLAGS = flags.FLAGS
@@ -69,12 +68,8 @@ def ours(size: str, length_PG: np.ndarray) -> dict[str, float]:
 
     def take_update(groups):
         nonlocal state
-        state, metrics = update(
-            state,
-            None,
-            minibatch(groups, advantage_PG, built.learning, built.mesh),
-            np.float32(1e-6),
-        )
+        batch = minibatch(groups, advantage_PG, built.learning, built.mesh)
+        state, metrics = update(state, None, batch, np.float32(1e-6))
         return hosts.fetch(metrics), jax.block_until_ready(state)
 
     params = built.reshard(built.start_params(), None)  # an update donates the state's
@@ -103,8 +98,7 @@ def main(_):
     split_cpu(FLAGS.devices)
     real = common.real_lengths(FLAGS.lengths, PROMPTS * GROUP, FLAGS.longest)
     works = {"equal": np.full((PROMPTS, GROUP), EQUAL), "real": real.reshape(PROMPTS, GROUP)}
-    chip = common.measured_chip(copy_mib=128, product=1_024, dtype="float32")
-    table, shares = [], []
+    table = []
     for size in FLAGS.sizes:
         for work in FLAGS.work:
             length_PG = works[work]
@@ -118,14 +112,8 @@ def main(_):
                 over = rates["dapo_jax"] / rates.get("transformers", float("nan"))
                 shown = [f"{rate:,.0f}" for rate in rates.values()]
                 table.append([f"{size} M, {work}", name, *shown, f"{over:.2f}"])
-            entries, sequence_N = PROMPTS * (PROMPT - 1) + tokens, length_PG.ravel() + PROMPT - 1
-            device = Device(chip, common.SIZES[size], value_bytes=4)
-            least = device.update_seconds(entries, sequence_N, FLAGS.devices)
-            shares.append(f"{size} M, {work}: {least / seconds['dapo_jax']['update']:.0%}")
     print(f"\n{common.machine()}, commit {common.commit()}; response tokens per second")
     print(common.table(["", "", *seconds, "over it"], table))
-    rate = f"{FLAGS.devices * chip.flop_rate / 1e9:.0f} GFLOP/s"
-    print(f"our update's products, of the {rate} of a large one: {'; '.join(shares)}")
 
 
 if __name__ == "__main__":

@@ -13,9 +13,7 @@ import jax
 import numpy as np
 from absl import app, flags
 
-from dapo_jax.process import hosts
 from experiments.benchmarks import common, static_sampler
-from sharding import rules
 from sharding.mesh import split_cpu
 
 FLAGS = flags.FLAGS
@@ -43,7 +41,7 @@ def main(_):
 
     def engine_rate(limit_N):
         limits = limit_N.reshape(-1, GROUP).tolist()
-        return int(limit_N.sum()) / common.sample(built, params, prompts, limits)[-1]
+        return int(limit_N.sum()) / common.sample(built, params, prompts, limits)[1]
 
     def static_rate(limit_N):
         start = time.perf_counter()
@@ -55,7 +53,7 @@ def main(_):
             config=built.sizes,
             rows=SLOTS,
             max_tokens=RESPONSE,
-            place=lambda array: hosts.place(array, rules.rows(built.mesh)),
+            mesh=built.mesh,
         )
         return tokens / (time.perf_counter() - start)
 

@@ -12,9 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from dapo_jax.logprobs import sampling_logits
+from dapo_jax.process import hosts
 from dapo_jax.sampler.sampling import request_keys, sample_token, uniform_at
 from models.kernels.xla import MASKED, attention
 from models.transformer import causal_mask, hidden_layer_by_layer, logits
+from sharding import rules
 
 
 def cache_attention(q_BNH, k_BKHS, v_BKSH, mask_BS):
@@ -86,11 +88,12 @@ def generate(params, run_key, prompt_RT, cursor_R, limit_R, *, config, max_token
     return tokens_TR, logp_TR
 
 
-def sample(params, run_key, prompts, limits, *, config, rows: int, max_tokens: int, place):
+def sample(params, run_key, prompts, limits, *, config, rows: int, max_tokens: int, mesh):
     """All requests in batches of `rows`, in order; returns how many tokens they have.
 
-    place: host arrays to the devices, a batch's rows divided among them.
+    mesh: a batch's rows are divided among its devices.
     """
+    place = functools.partial(hosts.place, shardings=rules.rows(mesh))
     for first in range(0, len(prompts), rows):
         batch = np.arange(first, first + rows) % len(prompts)
         limit_R = np.where(np.arange(first, first + rows) < len(prompts), limits[batch], 0)

@@ -214,7 +214,8 @@ def sampled(model: str, seed: int, workdir: pathlib.Path) -> Iterator[Step]:
 def trajectory(step: Step, params, rate: float) -> list:
     """Takes the step's updates in float32: the weights before each, on the host."""
     state, found = step.run.programs.start_state(), []
-    state = dataclasses.replace(state, params=hosts.place(params, shardings(state.params)))
+    shardings = jax.tree.map(lambda array: array.sharding, state.params)
+    state = dataclasses.replace(state, params=hosts.place(params, shardings))
     for batch in step.batches[:-1]:
         found.append(jax.device_get(state.params))
         state, _ = step.run.update(state, None, batch, rate)
@@ -235,11 +236,6 @@ def started(params, grid: str):
     if grid == OFF:
         return jax.tree.map(lambda w: cast(w, "bfloat16") + offset(w, w.size + 1), params)
     return rounded(params, "bfloat16") if grid == ON else params
-
-
-def shardings(tree):
-    """Returns where arrays lie."""
-    return jax.tree.map(lambda array: array.sharding, tree)
 
 
 def of_seed(model: str, seed: int, workdir: pathlib.Path) -> list[dict]:
@@ -281,18 +277,14 @@ def of_start(step: Step, params, grid: str, rates: Sequence[float]) -> Iterator[
             if arm[0] in EXPLICIT_BITS and not arm[1]:
                 total = sum(variance(params, path[u], squares[u], arm[0]) for u, _ in later)
                 std, extra_N = np.sqrt(total / sum(count_U)), log_r[arm] - exact_N
-                # The extra's shape is that of the lowest rate.
-                shapes.setdefault(arm, shuffled(extra_N / extra_N.std()))
+                # The extra's shape is that of the lowest rate; each token gets another one's.
+                shape_N = np.random.default_rng(0).permutation(extra_N / extra_N.std())
+                shapes.setdefault(arm, shape_N)
                 drawn = clipped(exact_N + std * shapes[arm], advantage_N)
                 row |= {"formula_std": float(std)}
                 row |= {f"formula_{bound}": share for bound, share in drawn.items()}
             print(row, flush=True)
             yield row
-
-
-def shuffled(value_N):
-    """Gives each token another one's value."""
-    return np.random.default_rng(0).permutation(value_N)
 
 
 def variance(start_params, params, squares, dtype: str) -> float:

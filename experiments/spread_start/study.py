@@ -1,6 +1,8 @@
 """A start in bfloat16, trained in bfloat16: as it is, with its weights spread, and in float32."""
 
-from experiments.bfloat16.study import ALL_STEPS, AREA, BF16, HELD_OUT, SUMS
+from experiments.bfloat16.study import ALL_STEPS, BF16, HELD_OUT
+from experiments.eps_high_real.study import AREA
+from experiments.eps_high_real.study import STUDY as SUMS
 from experiments.study import CLIPPED, Claim, Study, titled
 
 STUDY = Study(
