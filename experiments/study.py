@@ -38,6 +38,16 @@ ROWS, RESULT, FIGURE = "rows.jsonl.gz", "result.md", "figure.png"
 MEASURED = "rows.jsonl"  # of a `Measured`
 SETTINGS = {"log.rollouts_every_steps": "0", "log.samples_every_steps": "0"}  # of all studies
 DEFAULTS = json.loads(json.dumps({name: key.default for name, key in KEYS.items()}))
+TITLES = {  # of the curves of several studies
+    "accuracy/mean": "accuracy of the sampled responses",
+    "clip_fraction/high": "tokens clipped high",
+    "clip_fraction/low": "tokens clipped low",
+    "entropy": "policy entropy, nats",
+    "eval/long/mean@8": "accuracy on the longest level",
+    "ratio_gap": "ratio gap of the first update",
+    "response_tokens/mean": "response length, tokens",
+    "task/right_road": "share of the rare road",
+}
 CLIPPED = tuple(
     compare.mean(f"clipped {bound}, %", f"clip_fraction/{bound}", scale=100, form="{:.2f}")
     for bound in ("high", "low")
@@ -287,6 +297,11 @@ def _origin(runs: Mapping[str, Run]) -> str:
     hours = sum(row.get("seconds/total", 0.0) for run in runs.values() for row in run.rows) / 3600
     made = f"commit {', '.join(commits)}; JAX {', '.join(jax)}"
     return f"{len(runs)} runs, {hours:.1f} hours of one core in all; {made}."
+
+
+def titled(*keys: str) -> dict[str, str]:
+    """Gives the curves of a figure the titles that they have in all studies."""
+    return {key: TITLES[key] for key in keys}
 
 
 def panels(drawn: Mapping[str, str]) -> list[plots.Panel]:

@@ -1,11 +1,11 @@
 """bfloat16 on SmolLM2-135M: what its rounding costs, and whose old log-probabilities help."""
 
-from dapo_jax.report.compare import accuracy_over, final_score, last, mean
-from experiments.study import CLIPPED, Claim, Study
+from dapo_jax.report.compare import final_score, last, mean
+from experiments.eps_high_real.study import AREA
+from experiments.eps_high_real.study import STUDY as SUMS
+from experiments.study import CLIPPED, Claim, Study, titled
 
-STEPS = 8
 BF16 = "model.compute_dtype=bfloat16"
-AREA = accuracy_over(32_000)
 ALL_STEPS = mean("accuracy, mean of all steps, %", "accuracy/mean", scale=100)
 HELD_OUT = final_score("sums", "mean@8")
 ENTROPY = last("entropy of trained tokens, nats", "entropy", form="{:.3f}")
@@ -13,12 +13,7 @@ ENTROPY = last("entropy of trained tokens, nats", "entropy", form="{:.3f}")
 STUDY = Study(
     title="bfloat16 on SmolLM2-135M",
     config="configs/smollm2_135m.py",
-    settings={
-        "num_steps": str(STEPS),
-        "eval.every_steps": str(STEPS),
-        "eval.samples_per_prompt": "8",
-        "checkpoint.every_steps": str(STEPS),
-    },
+    settings=SUMS.settings,
     arms={
         "float32": "model.compute_dtype=float32",
         "bfloat16_before": BF16,
@@ -34,12 +29,7 @@ STUDY = Study(
         *CLIPPED,
         ENTROPY,
     ),
-    drawn={
-        "accuracy/mean": "accuracy of the sampled responses",
-        "entropy": "policy entropy, nats",
-        "ratio_gap": "ratio gap of the first update",
-        "clip_fraction/low": "tokens clipped low",
-    },
+    drawn=titled("accuracy/mean", "entropy", "ratio_gap", "clip_fraction/low"),
     over_tokens=True,
     claims=[
         Claim(quantity, above, +1, below)

@@ -6,7 +6,7 @@ import numpy as np
 
 from dapo_jax.report.compare import Quantity, final_score, last, mean
 from dapo_jax.report.runs import column
-from experiments.study import CLIPPED, Claim, Study, Trend
+from experiments.study import CLIPPED, Claim, Study, Trend, titled
 
 
 def half_reached(run) -> float:
@@ -81,12 +81,7 @@ STUDY = Study(
         ENTROPY,
         *CLIPPED,
     ),
-    drawn={
-        "task/right_road": "share of the rare road",
-        "accuracy/mean": "accuracy of the sampled responses",
-        "entropy": "policy entropy, nats",
-        "clip_fraction/high": "tokens clipped high",
-    },
+    drawn=titled("task/right_road", "accuracy/mean", "entropy", "clip_fraction/high"),
     claims=(
         *(Claim(HALF, f"eps_high={eps}", -1, "eps_high=0.2") for eps in EPS[1:]),
         *(Claim(ENTROPY, f"eps_high={eps}", +1, "eps_high=0.2") for eps in EPS[1:]),

@@ -2,12 +2,10 @@
 
 import itertools
 
-from dapo_jax.report.compare import accuracy_over
-from experiments.eps_high_real.study import CLIPS, ENTROPY, EQUAL_STEPS, score
+from experiments.eps_high_real.study import AREA, CLIPS, ENTROPY, EQUAL_STEPS, score
 from experiments.eps_high_real.study import STUDY as SUMS
 from experiments.study import CLIPPED, Claim, Study
 
-AREA = accuracy_over(32_000)
 HELD_OUT, PASS = score("mean@8", "words"), score("pass@8", "words")
 PAIRS = tuple((above, below) for below, above in itertools.pairwise(CLIPS))
 

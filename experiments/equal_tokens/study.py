@@ -1,19 +1,11 @@
 """DAPO against naive GRPO over equally many sampled tokens, each at its own learning rate."""
 
-import functools
-
-from dapo_jax.report.compare import Quantity, accuracy_over, final_score
-from experiments.study import CLIPPED, Claim, Study
-from experiments.table1.study import accuracy_at_budget
+from dapo_jax.report.compare import accuracy_over, final_score
+from experiments.study import CLIPPED, Claim, Study, titled
+from experiments.table1.study import accuracy_at
 
 AREA = accuracy_over(1_750_000)
-EARLY, MIDDLE, END = (
-    Quantity(
-        f"accuracy at {budget // 1000} k tokens, %",
-        functools.partial(accuracy_at_budget, budget=budget),
-    )
-    for budget in (500_000, 1_000_000, 1_700_000)
-)
+EARLY, MIDDLE, END = map(accuracy_at, (500_000, 1_000_000, 1_700_000))
 ROAD, LONG = final_score("road", "mean@8"), final_score("long", "mean@8")
 
 STUDY = Study(
@@ -25,12 +17,7 @@ STUDY = Study(
         "dapo": "preset=dapo num_steps=62 eval.every_steps=31",
     },
     quantities=(AREA, EARLY, MIDDLE, END, ROAD, LONG, *CLIPPED),
-    drawn={
-        "accuracy/mean": "accuracy of the sampled responses",
-        "entropy": "policy entropy, nats",
-        "response_tokens/mean": "response length, tokens",
-        "task/right_road": "share of the rare road",
-    },
+    drawn=titled("accuracy/mean", "entropy", "response_tokens/mean", "task/right_road"),
     over_tokens=True,
     claims=(
         Claim(AREA, "dapo", -1, "naive_grpo"),

@@ -1,7 +1,7 @@
 """A small mixture of experts: what the replay of routes changes, by precision."""
 
 from dapo_jax.report.compare import final_score, mean
-from experiments.study import CLIPPED, Claim, Study
+from experiments.study import CLIPPED, Claim, Study, titled
 
 STEPS = 6
 LEVELS = (1, 2)  # steps of a problem
@@ -42,12 +42,8 @@ STUDY = Study(
         *CLIPPED,
         final_score("arithmetic", "mean@8"),
     ),
-    drawn={
-        "routes/differ": "routes that differ",
-        "ratio_gap": "ratio gap of the first update",
-        "clip_fraction/low": "tokens clipped low",
-        "accuracy/mean": "accuracy of the sampled responses",
-    },
+    drawn={"routes/differ": "routes that differ"}
+    | titled("ratio_gap", "clip_fraction/low", "accuracy/mean"),
     claims=[
         Claim(GAP, "bfloat16", -1, "bfloat16_without"),
         Claim(LOW, "bfloat16", -1, "bfloat16_without"),

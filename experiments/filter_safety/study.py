@@ -1,7 +1,7 @@
 """Dynamic sampling: what length penalties teach where half of the problems are out of reach."""
 
 from dapo_jax.report.compare import final_score, last
-from experiments.study import Claim, Study
+from experiments.study import Claim, Study, titled
 
 LONG = final_score("long", "mean@8")
 TOKENS = last("response tokens", "response_tokens/mean")
@@ -30,11 +30,7 @@ STUDY = Study(
         TOKENS,
         last("entropy, nats", "entropy", form="{:.3f}"),
     ),
-    drawn={
-        "eval/long/mean@8": "accuracy on the longest level",
-        "response_tokens/mean": "response length, tokens",
-        "entropy": "policy entropy, nats",
-    },
+    drawn=titled("eval/long/mean@8", "response_tokens/mean", "entropy"),
     claims=(
         Claim(LONG, "by_reward", -1, "by_correctness"),
         Claim(LONG, "no_filter", -1, "by_correctness"),

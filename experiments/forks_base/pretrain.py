@@ -16,7 +16,7 @@ from absl import app, flags
 from dapo_jax.tasks.readers import PROMPT_TEMPLATE
 from dapo_jax.tasks.tokenizer import load_tokenizer
 from experiments.forks_base.task import Forks, solution
-from experiments.tiny_base.supervised import fit, packed_batches, save
+from experiments.tiny_base.supervised import fit, save
 from models.hf import load_hf
 from models.transformer import split
 
@@ -48,20 +48,15 @@ def main(_):
     tokenizer = load_tokenizer(out, stop_tokens=None, chat="none")
     model = load_hf(FLAGS.start, dtype="float32")
     graph, params = split(model)
-    batches = packed_batches(
+    params = fit(
+        graph,
+        params,
         lambda seed, step: solved_problems(500, seed),
         tokenizer,
         num_steps=FLAGS.num_steps,
         rows=ROWS,
         row_tokens=ROW_TOKENS,
-    )
-    params = fit(
-        graph,
-        params,
-        batches,
-        num_steps=FLAGS.num_steps,
         peak_rate=1.5e-3,
-        vocab_size=tokenizer.vocab_size,
     )
     save(params, model.config, out)
 

@@ -133,16 +133,10 @@ def coin(*texts: str) -> float:
     return int.from_bytes(digest, "big") / 2**64
 
 
-def plan_of(response: str) -> tuple[str, ...] | None:
-    """Finds the words of the plan, spaces included; None where a response begins without one."""
-    found = _PLAN_LINE.match(response)
-    return found.groups() if found else None
-
-
 def on_right_road(response: str) -> bool:
-    """Says whether the first two words of the plan are the rare ones."""
-    words = plan_of(response)
-    return words is not None and words[:2] == (PLAN[0][-1], PLAN[1][-1])
+    """Says whether it begins with a plan whose first two words are the rare ones."""
+    plan = _PLAN_LINE.match(response)
+    return plan is not None and plan.groups()[:2] == (PLAN[0][-1], PLAN[1][-1])
 
 
 def loop_lines(response: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Changes in the solutions' texts: operations, checks, loops and cuts in held-out responses.
+"""Changes in the solutions' texts: answers, operations and checks of whole held-out responses.
 
     python -m experiments.overlong.texts --workdir=DIR
     python -m experiments.overlong.texts
@@ -11,14 +11,13 @@ punishes.
 import operator
 import pathlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from absl import app, flags
 
 from dapo_jax.logs.files import read_rollouts
 from dapo_jax.report.compare import Quantity, interval_text, paired, spread_text, table
-from experiments.forks_base.task import loop_lines
 from experiments.overlong.study import STUDY
 from experiments.study import look_into
 
@@ -28,9 +27,6 @@ OPERATION = re.compile(r"[+-]\d+")
 MEASURES = tuple(
     Quantity(title, operator.itemgetter(key), form)
     for key, title, form in (
-        ("right", "right, %", "{:.1f}"),
-        ("cut", "cut, %", "{:.1f}"),
-        ("cut_in_loop", "cut in a loop, %", "{:.1f}"),
         ("right_whole", "right of those not cut, %", "{:.1f}"),
         ("all_worked", "with all operations of those not cut, %", "{:.1f}"),
         ("checks", "checks of those not cut", "{:.2f}"),
@@ -39,27 +35,13 @@ MEASURES = tuple(
 
 
 def measured(responses: Sequence[dict]) -> dict[str, float]:
-    """Percent of all that are right and cut, what the whole ones are like. Some are whole."""
-    cut = [response for response in responses if response["truncated"]]
+    """Describes the responses that are not cut. Some are not."""
     whole = [response for response in responses if not response["truncated"]]
     return {
-        "right": percent(response["correct"] for response in responses),
-        "cut": 100 * len(cut) / len(responses),
-        "cut_in_loop": 100 * sum(map(loops, cut)) / len(responses),
-        "right_whole": percent(response["correct"] for response in whole),
-        "all_worked": percent(map(works_all, whole)),
+        "right_whole": 100 * float(np.mean([response["correct"] for response in whole])),
+        "all_worked": 100 * float(np.mean([works_all(response) for response in whole])),
         "checks": float(np.mean([r["response"].count("Let me check") for r in whole])),
     }
-
-
-def percent(values: Iterable[bool]) -> float:
-    """The share of those that are true."""
-    return 100 * float(np.mean(list(values)))
-
-
-def loops(response: dict) -> bool:
-    """True if it goes over a line again and again."""
-    return bool(loop_lines(response["response"]))
 
 
 def works_all(response: dict) -> bool:

@@ -1,6 +1,6 @@
 """Effects of earlier policies' tokens on learning, and what partial rollouts save in decoding."""
 
-from dapo_jax.report.compare import Quantity, accuracy_over, final_score, last, mean
+from dapo_jax.report.compare import accuracy_over, final_score, last, mean
 from experiments.study import CLIPPED, Claim, Study
 
 ROAD = final_score("road", "mean@4")
@@ -8,10 +8,6 @@ STEPS = mean("decode steps a step", "engine/decode_steps", form="{:.0f}")
 BUSY = mean("busy slots while decoding, %", "engine/occupancy", scale=100)
 ACCURACY = last("accuracy, %", "accuracy/mean", scale=100)
 AREA = accuracy_over(650_000)
-STALE: tuple[Quantity, ...] = (
-    mean("trained tokens of earlier policies, %", "staleness/tokens_fraction", scale=100),
-    mean("their mean age over all, steps", "staleness/mean_steps", form="{:.2f}"),
-)
 
 STUDY = Study(
     title="Responses that go on in the next step, against steps that finish theirs",
@@ -24,7 +20,8 @@ STUDY = Study(
     quantities=(
         STEPS,
         BUSY,
-        *STALE,
+        mean("trained tokens of earlier policies, %", "staleness/tokens_fraction", scale=100),
+        mean("their mean age over all, steps", "staleness/mean_steps", form="{:.2f}"),
         ACCURACY,
         AREA,
         ROAD,

@@ -96,11 +96,8 @@ def rounded(params: Any, weights: str) -> Any:
 
 
 @contextlib.contextmanager
-def rounding_activations(rounds: bool) -> Iterator[None]:
+def rounding_activations() -> Iterator[None]:
     """Rounds to bfloat16 what products and the head read in a float32 program traced inside."""
-    if not rounds:
-        yield
-        return
 
     def product(project, spec, x, w, weights):
         out = of_models(project, spec, nearest(x), w, weights)
@@ -147,7 +144,7 @@ class Step:
         program = jax.jit(functools.partial(learner.old_logprobs, **of))
 
         def log_p(params, batch):
-            with rounding_activations(rounds):
+            with rounding_activations() if rounds else contextlib.nullcontext():
                 logp_MBT = program(params, None, batch)
             return np.asarray(logp_MBT)[trained(batch)]
 
@@ -217,7 +214,8 @@ def sampled(model: str, seed: int, workdir: pathlib.Path) -> Iterator[Step]:
 def trajectory(step: Step, params, rate: float) -> list:
     """Takes the step's updates in float32: the weights before each, on the host."""
     state, found = step.run.programs.start_state(), []
-    state = dataclasses.replace(state, params=hosts.place(params, shardings(state.params)))
+    shardings = jax.tree.map(lambda array: array.sharding, state.params)
+    state = dataclasses.replace(state, params=hosts.place(params, shardings))
     for batch in step.batches[:-1]:
         found.append(jax.device_get(state.params))
         state, _ = step.run.update(state, None, batch, rate)
@@ -240,11 +238,6 @@ def started(params, grid: str):
     return rounded(params, "bfloat16") if grid == ON else params
 
 
-def shardings(tree):
-    """Returns where arrays lie."""
-    return jax.tree.map(lambda array: array.sharding, tree)
-
-
 def of_seed(model: str, seed: int, workdir: pathlib.Path) -> list[dict]:
     """Measures all arms of one step; a row is an arm at a learning rate."""
     with sampled(model, seed, workdir) as step:
@@ -258,9 +251,8 @@ def of_seed(model: str, seed: int, workdir: pathlib.Path) -> list[dict]:
 
 def of_start(step: Step, params, grid: str, rates: Sequence[float]) -> Iterator[dict]:
     """Yields the rows of one start."""
-    advantage_N, weight_N = (
-        np.concatenate([np.asarray(getattr(batch, name))[trained(batch)] for batch in step.batches])
-        for name in ("advantage_BT", "weight_BT")
+    advantage_N = np.concatenate(
+        [np.asarray(batch.advantage_BT)[trained(batch)] for batch in step.batches]
     )
     count_U = [int(trained(batch).sum()) for batch in step.batches]
     later = list(enumerate(step.batches))[1:]  # at the first every ratio is 1
@@ -281,22 +273,18 @@ def of_start(step: Step, params, grid: str, rates: Sequence[float]) -> Iterator[
             moved = changed(weights, rounded(params, arm[0]))  # behind the last update
             row = {"rate": rate, "weights": arm[0], "moved": moved}
             row |= {"activations": "bfloat16" if arm[1] else "float32"}
-            row |= described(log_r[arm], exact_N, advantage_N, weight_N)
+            row |= described(log_r[arm], exact_N, advantage_N)
             if arm[0] in EXPLICIT_BITS and not arm[1]:
                 total = sum(variance(params, path[u], squares[u], arm[0]) for u, _ in later)
                 std, extra_N = np.sqrt(total / sum(count_U)), log_r[arm] - exact_N
-                # The extra's shape is that of the lowest rate.
-                shapes.setdefault(arm, shuffled(extra_N / extra_N.std()))
+                # The extra's shape is that of the lowest rate; each token gets another one's.
+                shape_N = np.random.default_rng(0).permutation(extra_N / extra_N.std())
+                shapes.setdefault(arm, shape_N)
                 drawn = clipped(exact_N + std * shapes[arm], advantage_N)
                 row |= {"formula_std": float(std)}
                 row |= {f"formula_{bound}": share for bound, share in drawn.items()}
             print(row, flush=True)
             yield row
-
-
-def shuffled(value_N):
-    """Gives each token another one's value."""
-    return np.random.default_rng(0).permutation(value_N)
 
 
 def variance(start_params, params, squares, dtype: str) -> float:
@@ -316,30 +304,18 @@ def changed(one, other) -> float:
     return float(sum(np.sum(a != b) for a, b in pairs) / sum(a.size for a, _ in pairs))
 
 
-def held(log_r_N, advantage_N) -> dict[str, np.ndarray]:
-    """Marks the tokens that Eq. 8 clips, by bound."""
-    bounds = {"eps_low": 0.2, "eps_high": 0.28, "dual_clip": 10.0}
-    found = algorithm.clip_indicators(log_r_N, np.zeros_like(log_r_N), advantage_N, **bounds)
-    return {bound: np.asarray(found[bound]) for bound in ("low", "high")}
-
-
 def clipped(log_r_N, advantage_N) -> dict[str, float]:
     """Returns the shares of tokens that Eq. 8 clips, by bound."""
-    return {bound: float(np.mean(it)) for bound, it in held(log_r_N, advantage_N).items()}
+    bounds = {"eps_low": 0.2, "eps_high": 0.28, "dual_clip": 10.0}
+    found = algorithm.clip_indicators(log_r_N, np.zeros_like(log_r_N), advantage_N, **bounds)
+    return {bound: float(np.mean(np.asarray(found[bound]))) for bound in ("low", "high")}
 
 
-def described(log_r_N, exact_N, advantage_N, weight_N) -> dict[str, float]:
-    """Describes log r: its size, what is clipped, and how much of it float32 has too."""
-    size_N, extra_N = np.abs(log_r_N), log_r_N - exact_N
-    force_N = np.abs(advantage_N * weight_N)
-    held_N = functools.reduce(np.logical_or, held(log_r_N, advantage_N).values())
+def described(log_r_N, exact_N, advantage_N) -> dict[str, float]:
+    """Describes log r: its size, how it scatters about float32's, and what is clipped."""
     return {
-        "tokens": len(log_r_N),
-        "mean": float(size_N.mean()),
-        "p99": float(np.quantile(size_N, 0.99)),
-        "extra_std": float(extra_N.std()),
-        "correlation": float(np.corrcoef(log_r_N, exact_N)[0, 1]),
-        "unclipped": float(force_N[~held_N].sum() / force_N.sum()),
+        "mean": float(np.abs(log_r_N).mean()),
+        "extra_std": float((log_r_N - exact_N).std()),
         **clipped(log_r_N, advantage_N),
     }
 

@@ -13,13 +13,13 @@ TITLE = "Rounded weights and Eq. 8's clip"
 TITLES = {"135M": "SmolLM2-135M", "1M": "the 1 M model"}
 STARTS = {OFF: "off the grid", ON: "on the grid", AS_IT_IS: AS_IT_IS}
 COLORS = {"float32": "C0", "bfloat16": "C3", "dithered": "C1", "two terms": "C2", "float16": "C4"}
-COLUMNS = {  # heading -> (what of a row, format); a row without it has "-"
-    "moved": (lambda row: row["moved"], "{:.1%}"),
-    "mean abs log r": (lambda row: row["mean"], "{:.2g}"),
-    "clipped low": (lambda row: row["low"], "{:.2%}"),
-    "clipped high": (lambda row: row["high"], "{:.2%}"),
-    "extra": (lambda row: row["extra_std"], "{:.2g}"),
-    "formula": (lambda row: row["formula_std"], "{:.2g}"),
+COLUMNS = {  # heading -> (key of a row, format); a row without it has "-"
+    "moved": ("moved", "{:.1%}"),
+    "mean abs log r": ("mean", "{:.2g}"),
+    "clipped low": ("low", "{:.2%}"),
+    "clipped high": ("high", "{:.2%}"),
+    "extra": ("extra_std", "{:.2g}"),
+    "formula": ("formula_std", "{:.2g}"),
 }
 RATE_COLUMNS = {  # heading -> (weights, heading of COLUMNS)
     f"{weights}: {column}": (weights, column)
@@ -42,18 +42,17 @@ def arms_of(rows: Sequence[dict]) -> dict[tuple, list[dict]]:
     return found
 
 
-def mean(rows: Sequence[dict], of) -> float:
-    """Averages over the seeds; NaN where the rows do not have it."""
-    try:
-        return float(np.mean([of(row) for row in rows]))
-    except KeyError:
+def mean(rows: Sequence[dict], *keys: str) -> float:
+    """Averages the sum of these keys over the seeds; NaN where no row has them."""
+    if not rows or not set(keys) <= set(rows[0]):
         return float("nan")
+    return float(np.mean([sum(row[key] for key in keys) for row in rows]))
 
 
 def text(rows: Sequence[dict], column: str) -> str:
     """A cell: the mean over the seeds; "-" where there is none."""
-    of, form = COLUMNS[column]
-    found = mean(rows, of) if rows else float("nan")
+    key, form = COLUMNS[column]
+    found = mean(rows, key)
     return "-" if np.isnan(found) else form.format(found)
 
 
@@ -111,30 +110,25 @@ def figure(rows: Sequence[dict]) -> Figure:
 
 
 def _draw(model: str, arms, clip, extra, start) -> None:
-    def line(axes, grid, weights, of, **how):
+    def line(axes, grid, weights, *keys, **how):
         points = {
-            rate: mean(found, of)
+            rate: mean(found, *keys)
             for (m, g, rate, w, acts), found in arms.items()
             if (m, g, w, acts) == (model, grid, weights, "float32")
         }
         axes.plot(list(points), list(points.values()), color=COLORS[weights], **how)
 
-    def both(row):
-        return row["low"] + row["high"]
-
-    def of_formula(row):
-        return row["formula_low"] + row["formula_high"]
-
     for weights in COLORS:
-        line(clip, OFF, weights, both, marker="o", label=weights)
+        line(clip, OFF, weights, "low", "high", marker="o", label=weights)
     for weights in ("bfloat16", "float16"):
-        line(clip, OFF, weights, of_formula, ls=":", label=f"{weights}, formula")
-        line(extra, OFF, weights, COLUMNS["extra"][0], marker="o", label=weights)
-        line(extra, OFF, weights, COLUMNS["formula"][0], ls=":", label=f"{weights}, formula")
+        formula = {"ls": ":", "label": f"{weights}, formula"}
+        line(clip, OFF, weights, "formula_low", "formula_high", **formula)
+        line(extra, OFF, weights, "extra_std", marker="o", label=weights)
+        line(extra, OFF, weights, "formula_std", **formula)
     for grid, style in ((OFF, "-"), (ON, "--")):
         for weights in ("float32", "bfloat16", "dithered"):
             how = {"ls": style, "marker": "o", "label": f"{weights}, start {grid} the grid"}
-            line(start, grid, weights, lambda row: row["mean"], **how)
+            line(start, grid, weights, "mean", **how)
     titles = {
         clip: f"{TITLES[model]}: tokens that Eq. 8 clips",
         extra: "what rounding adds to log r, std",

@@ -7,6 +7,8 @@ it.
 
 import dataclasses
 import re
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,12 +19,27 @@ from dapo_jax.types import Example, Verdict
 WHOLE_NUMBER = re.compile(r"(?<![\d.,])\d+(?:,\d{3})*(?!\d|[.,]\d)")
 
 
-@dataclasses.dataclass(frozen=True)
-class Sum:
-    """One question and its answer."""
+class Asked(NamedTuple):
+    """A question and what its answer must have."""
 
     question: str
-    answer: int
+    answer: str
+
+
+def generated(
+    name: str, sample: Callable[[np.random.Generator], Asked], task, source: str
+) -> tuple[list[Example], DataReport]:
+    """Makes examples of a task's count, seed and split, one user message each, none twice.
+
+    sample: draws a question of either split. source: what they are, for messages. Raises DataError
+    for an unknown split, a negative seed, or too few questions.
+    """
+    asked = arithmetic.distinct(sample, task.count, task.seed, split=task.split, source=source)
+    rows = Rows(f"{name} ({task.split})", "row", "error")
+    for row, (question, answer) in enumerate(asked):
+        with rows.reading(row):
+            rows.add(row, templated(question, "none"), answer)
+    return rows.result()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,24 +56,14 @@ class Sums:
     largest: int = 29
 
     def load(self) -> tuple[list[Example], DataReport]:
-        """Generates the questions, one user message each; raises DataError for wrong arguments."""
+        """Generates the questions; raises what `generated` raises, and for wrong numbers."""
         if not 0 <= self.least <= self.largest:
             raise DataError(
                 f"args.least is {self.least} and args.largest {self.largest}: must be "
                 "0 <= least <= largest"
             )
-        problems = arithmetic.distinct(
-            self._sample,
-            self.count,
-            self.seed,
-            split=self.split,
-            source=f"sums of numbers from {self.least} to {self.largest}",
-        )
-        rows = Rows(f"sums ({self.split})", "row", "error")
-        for row, problem in enumerate(problems):
-            with rows.reading(row):
-                rows.add(row, templated(problem.question, "none"), str(problem.answer))
-        return rows.result()
+        source = f"sums of numbers from {self.least} to {self.largest}"
+        return generated("sums", self._sample, self, source)
 
     def grade(self, response: str, example: Example) -> Verdict:
         """Grades the last whole number."""
@@ -67,6 +74,6 @@ class Sums:
         correct = prediction == example.answer
         return Verdict(correct, prediction, "correct" if correct else "wrong")
 
-    def _sample(self, rng: np.random.Generator) -> Sum:
+    def _sample(self, rng: np.random.Generator) -> Asked:
         a, b = (int(n) for n in rng.integers(self.least, self.largest + 1, size=2))
-        return Sum(f"What is {a} + {b}? Answer with a short sentence.", a + b)
+        return Asked(f"What is {a} + {b}? Answer with a short sentence.", str(a + b))

@@ -14,7 +14,6 @@ import collections
 import functools
 import importlib
 import itertools
-import json
 import operator
 import pathlib
 import sys
@@ -45,7 +44,6 @@ MEASURES = tuple(
         ("entropy", "entropy on fixed texts, nats", "{:.3f}"),
         ("kl", "KL(start || policy), nats a token", "{:.3f}"),
         ("distinct_2", "distinct-2 of a prompt's 8 responses, first 6 words", "{:.3f}"),
-        ("right", "right, %", "{:.1f}"),
     )
 )
 
@@ -126,17 +124,15 @@ def rows_of(workdir: pathlib.Path, *, of_study, file: pathlib.Path) -> list[dict
     def row(arm, seed, params, batches, responses) -> dict:
         tokens, entropy, logp = sum(np.asarray(sums(params, b), np.float64) for b in batches)
         answers = [[r["response"] for r in of_prompt] for of_prompt in responses.values()]
-        right = [r["correct"] for of_prompt in responses.values() for r in of_prompt]
         return {
             "arm": arm,
             "seed": seed,
             "entropy": entropy / tokens,
             "logp": logp / tokens,
             "distinct_2": float(np.mean([distinct_2(of_prompt) for of_prompt in answers])),
-            "right": 100 * float(np.mean(right)),
         }
 
-    there = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    there = study.read_lines(file) if file.exists() else []
     rows = {(row["arm"], row["seed"]): row for row in there}
     for seed in seeds:
         of_seed = [point for point in runs if point.seed == seed]

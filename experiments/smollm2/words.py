@@ -8,9 +8,9 @@ import re
 
 import numpy as np
 
-from dapo_jax.tasks import arithmetic
-from dapo_jax.tasks.readers import DataReport, Rows, templated
+from dapo_jax.tasks.readers import DataReport
 from dapo_jax.types import Example, Verdict
+from experiments.smollm2.sums import Asked, generated
 
 TEXT = (
     "apple bell bird boat book bread bridge button candle car cat chair clock cloud coat coin "
@@ -25,14 +25,6 @@ WORDS = tuple(TEXT.split())
 SENTENCE = re.compile(r"[^.!?\n]+[.!?]")
 
 
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """A question, and the words that its answer must have."""
-
-    question: str
-    words: tuple[str, ...]
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GivenWords:
     """Requests for one sentence with three words of WORDS; train and test share none."""
@@ -42,15 +34,8 @@ class GivenWords:
     split: str = "train"
 
     def load(self) -> tuple[list[Example], DataReport]:
-        """Draws the requests, one user message each; DataError for a wrong split."""
-        requests = arithmetic.distinct(
-            _sample, self.count, self.seed, split=self.split, source="three of the given words"
-        )
-        rows = Rows(f"given words ({self.split})", "row", "error")
-        for row, request in enumerate(requests):
-            with rows.reading(row):
-                rows.add(row, templated(request.question, "none"), " ".join(request.words))
-        return rows.result()
+        """Draws the requests; raises what `generated` raises."""
+        return generated("given words", _sample, self, "three of the given words")
 
     def grade(self, response: str, example: Example) -> Verdict:
         """Grades a response: right where it is one sentence that has all the words as they are."""
@@ -62,8 +47,8 @@ class GivenWords:
         return Verdict(right, text, "correct" if right else "wrong")
 
 
-def _sample(rng: np.random.Generator) -> Request:
-    words = tuple(str(word) for word in rng.choice(WORDS, size=3, replace=False))
+def _sample(rng: np.random.Generator) -> Asked:
+    words = [str(word) for word in rng.choice(WORDS, size=3, replace=False)]
     first, second, third = words
     question = f"Write one short sentence with the words {first}, {second} and {third}."
-    return Request(question, words)
+    return Asked(question, " ".join(words))

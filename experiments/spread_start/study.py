@@ -1,24 +1,14 @@
 """A start in bfloat16, trained in bfloat16: as it is, with its weights spread, and in float32."""
 
-from dapo_jax.report.compare import accuracy_over, final_score, mean
-from experiments.study import CLIPPED, Claim, Study
-
-STEPS = 8
-BF16 = "model.compute_dtype=bfloat16"
-AREA = accuracy_over(32_000)
-ALL_STEPS = mean("accuracy, mean of all steps, %", "accuracy/mean", scale=100)
-HELD_OUT = final_score("sums", "mean@8")
+from experiments.bfloat16.study import ALL_STEPS, BF16, HELD_OUT
+from experiments.eps_high_real.study import AREA
+from experiments.eps_high_real.study import STUDY as SUMS
+from experiments.study import CLIPPED, Claim, Study, titled
 
 STUDY = Study(
     title="SmolLM2-135M published in bfloat16",
     config="configs/smollm2_135m.py",
-    settings={
-        "model.path": "runs/smollm2_135m_bfloat16",
-        "num_steps": str(STEPS),
-        "eval.every_steps": str(STEPS),
-        "eval.samples_per_prompt": "8",
-        "checkpoint.every_steps": str(STEPS),
-    },
+    settings=SUMS.settings | {"model.path": "runs/smollm2_135m_bfloat16"},
     arms={
         "as_published": f"{BF16} learner.spread_start=False",
         "as_published_4x": f"{BF16} learner.spread_start=False learner.learning_rate=2e-5",
@@ -26,12 +16,7 @@ STUDY = Study(
         "float32": "model.compute_dtype=float32 learner.spread_start=False",
     },
     quantities=(AREA, ALL_STEPS, HELD_OUT, *CLIPPED),
-    drawn={
-        "accuracy/mean": "accuracy of the sampled responses",
-        "entropy": "policy entropy, nats",
-        "clip_fraction/low": "tokens clipped low",
-        "grad_norm": "gradient norm",
-    },
+    drawn=titled("accuracy/mean", "entropy", "clip_fraction/low") | {"grad_norm": "gradient norm"},
     over_tokens=True,
     claims=[
         Claim(quantity, above, +1, "as_published")

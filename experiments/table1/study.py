@@ -1,6 +1,5 @@
 """Table 1 in small: each technique added to the one before, on the mixture of all problems."""
 
-import functools
 import itertools
 import math
 
@@ -11,7 +10,7 @@ from dapo_jax.report.compare import Quantity, final_score, last, mean
 from dapo_jax.report.runs import column
 from dapo_jax.report.statistics import nan_mean
 from experiments.eps_high.study import HALF
-from experiments.study import CLIPPED, Claim, Study
+from experiments.study import CLIPPED, Claim, Study, titled
 from experiments.token_level.study import EARLY_LOOPS
 
 BUDGET_TOKENS = 400_000
@@ -31,9 +30,14 @@ def accuracy_around(run, spent, budget: float, window: float) -> float:
     return 100 * nan_mean(column(run.rows, "accuracy/mean")[np.abs(spent - budget) <= window / 2])
 
 
-def accuracy_at_budget(run, *, budget: int = BUDGET_TOKENS) -> float:
-    """Percent right at a budget of sampled tokens."""
-    return accuracy_around(run, column(run.rows, "sampled_tokens_total"), budget, WINDOW_TOKENS)
+def accuracy_at(budget: int) -> Quantity:
+    """Returns the percent right at a budget of sampled tokens."""
+
+    def value(run) -> float:
+        spent = column(run.rows, "sampled_tokens_total")
+        return accuracy_around(run, spent, budget, WINDOW_TOKENS)
+
+    return Quantity(f"accuracy at {budget // 1000} k tokens, %", value)
 
 
 def accuracy_at_groups(run) -> float:
@@ -45,13 +49,7 @@ def accuracy_at_groups(run) -> float:
 STEPS = last("accuracy, %", "accuracy/mean", scale=100)
 ROAD, LONG = final_score("road", "mean@8"), final_score("long", "mean@8")
 TRUNCATED = mean("truncated, %", "response_tokens/truncated_fraction", scale=100)
-TOKENS, *LATER = (
-    Quantity(
-        f"accuracy at {budget // 1000} k tokens, %",
-        functools.partial(accuracy_at_budget, budget=budget),
-    )
-    for budget in (BUDGET_TOKENS, *LATER_TOKENS)
-)
+TOKENS, *LATER = map(accuracy_at, (BUDGET_TOKENS, *LATER_TOKENS))
 GROUPS = Quantity(f"accuracy at {BUDGET_GROUPS} informative groups, %", accuracy_at_groups)
 
 STUDY = Study(
@@ -76,12 +74,7 @@ STUDY = Study(
         HALF,
         mean("groups sampled a step", "groups/sampled"),
     ),
-    drawn={
-        "accuracy/mean": "accuracy of the sampled responses",
-        "entropy": "policy entropy, nats",
-        "response_tokens/mean": "response length, tokens",
-        "task/right_road": "share of the rare road",
-    },
+    drawn=titled("accuracy/mean", "entropy", "response_tokens/mean", "task/right_road"),
     over_tokens=True,
     claims=(
         *(Claim(STEPS, after, +1, before) for before, after in itertools.pairwise(TABLE_1)),

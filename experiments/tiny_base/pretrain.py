@@ -17,7 +17,7 @@ from absl import app, flags
 from dapo_jax.tasks.arithmetic import generate, worked_solution
 from dapo_jax.tasks.readers import PROMPT_TEMPLATE
 from dapo_jax.tasks.tokenizer import load_tokenizer
-from experiments.tiny_base.supervised import fit, packed_batches, save
+from experiments.tiny_base.supervised import fit, save
 from models.hf import load_params
 from models.parameters import ModelConfig
 from models.qwen2 import PRESETS
@@ -91,7 +91,9 @@ def pretrain(
     graph, params = split(Transformer(config, key=jax.random.key(SEED)))
     if start:
         params = load_params(start, config, dtype="float32")
-    batches = packed_batches(
+    params = fit(
+        graph,
+        params,
         lambda seed, step: solved_problems(
             1_000, seed, flawed=step >= num_steps * (1 - FLAWED_SHARE), levels=levels
         ),
@@ -99,14 +101,7 @@ def pretrain(
         num_steps=num_steps,
         rows=ROWS,
         row_tokens=ROW_TOKENS,
-    )
-    params = fit(
-        graph,
-        params,
-        batches,
-        num_steps=num_steps,
         peak_rate=2e-3,
-        vocab_size=tokenizer.vocab_size,
     )
     save(params, config, out)
 

@@ -66,23 +66,25 @@ def packed_batches(
 def fit(
     graph,
     params,
-    batches: Iterable[np.ndarray],
+    pairs_of: Callable[[int, int], Iterable[tuple[str, str]]],
+    tokenizer: Tokenizer,
     *,
     num_steps: int,
+    rows: int,
+    row_tokens: int,
     peak_rate: float,
-    vocab_size: int,
 ):
     """Minimises the solutions' cross-entropy by AdamW on a warm-up and cosine; returns params.
 
-    graph, params: `models.transformer.split` of the model. peak_rate: the greatest learning rate.
-    vocab_size: the tokenizer's ids.
+    graph, params: `models.transformer.split` of the model. pairs_of, rows, row_tokens: of
+    `packed_batches`. peak_rate: the greatest learning rate.
     """
     schedule = optax.warmup_cosine_decay_schedule(0.0, peak_rate, num_steps // 25, num_steps, 1e-4)
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1)
     )
     opt_state = optimizer.init(params)
-    mesh = make_mesh(data=-1, model=1)
+    softmax = Softmax(1.0, tokenizer.vocab_size, make_mesh(data=-1, model=1))
 
     def loss_fn(params, batch):
         tokens_BT, segment_BT, target_BT = batch
@@ -102,7 +104,7 @@ def fit(
             tokens_BT[:, 1:],
             weight_BT,
             lambda logp, weight: (-logp * weight, {}),
-            Softmax(temperature=1.0, vocab_size=vocab_size, mesh=mesh),
+            softmax,
         )
         return loss / jnp.sum(weight_BT)
 
@@ -112,8 +114,9 @@ def fit(
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
+    how = {"num_steps": num_steps, "rows": rows, "row_tokens": row_tokens}
     start_seconds = time.monotonic()
-    for i, batch in enumerate(batches):
+    for i, batch in enumerate(packed_batches(pairs_of, tokenizer, **how)):
         params, opt_state, loss = step(params, opt_state, batch)
         if (i + 1) % 100 == 0:
             seconds = time.monotonic() - start_seconds
