@@ -10,6 +10,7 @@ whose episode goes on in another session. They have to be answered with the same
 ATTEMPTS the run stops with the row and the conversation.
 """
 
+import contextlib
 import dataclasses
 import operator
 import queue
@@ -20,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dapo_jax.process import hosts
-from dapo_jax.tasks.environments import EnvironmentFailed, Episode, Factory
+from dapo_jax.tasks.environments import TIMED_OUT, EnvironmentFailed, Episode, Factory
 from dapo_jax.tasks.tokenizer import Tokenizer
 from dapo_jax.types import Message, Prompt, Response, Verdict
 
@@ -48,9 +49,18 @@ class _Played(NamedTuple):
     episode: Episode
     said: list[Message]
 
+    def close(self) -> None:
+        """Closes the environment, behind whoever lets go of it: it may take its time."""
+        threading.Thread(target=_closed, args=(self.episode,), daemon=True).start()
+
     def add(self, turn: str, messages: Sequence[Message]) -> None:
         answers = ({"role": "environment", "content": it["content"]} for it in messages)
         self.said.extend(({"role": "assistant", "content": turn}, *answers))
+
+
+def _closed(episode: Episode) -> None:
+    with contextlib.suppress(EnvironmentFailed):
+        episode.close()
 
 
 class Environments:
@@ -84,8 +94,15 @@ class Environments:
 
     def forget(self, number: int) -> None:
         """Lets go of the episodes of a cancelled group."""
-        for where in [where for where in self._played if where[0] == number]:
-            self._played.pop(where, None)
+        for where in list(self._played):
+            if where[0] == number and (played := self._played.pop(where, None)):
+                played.close()
+
+    def close(self) -> None:
+        """Lets go of all episodes."""
+        for where in list(self._played):
+            if played := self._played.pop(where, None):
+                played.close()
 
     def answers(self, *, wait: bool) -> list[tuple[Where, Answer]]:
         """Returns the answers that there are, on all processes the same, in one order.
@@ -111,16 +128,20 @@ class Environments:
             answer = self._answered(where, prompt, response, room)
         except BaseException as error:  # without an answer the run would wait for ever
             answer = f"{prompt.example.source}, row {prompt.example.row}: {error}"
-            turns = map(self._text, response.turns_T[::2])
-            answer += "".join(f"\n  turn {i}: {text!r:.300}" for i, text in enumerate(turns, 1))
+            with contextlib.suppress(Exception):  # what failed may be the decoding
+                turns = enumerate(map(self._text, response.turns_T[::2]), start=1)
+                answer += "".join(f"\n  turn {i}: {text!r:.300}" for i, text in turns)
         self._answers.put((where, answer))
 
     def _answered(self, where: Where, prompt: Prompt, response: Response, room: int) -> Answer:
         for attempt in range(1, ATTEMPTS + 1):
+            played = self._played.pop(where, None)
             try:
-                played = self._played.pop(where, None) or self._replayed(prompt, response)
+                played = played or self._replayed(prompt, response)
                 return self._next(where, played, response, room)
             except EnvironmentFailed:
+                if played:
+                    played.close()
                 if attempt == ATTEMPTS:
                     raise
         raise AssertionError
@@ -128,7 +149,8 @@ class Environments:
     def _replayed(self, prompt: Prompt, response: Response) -> _Played:
         """Begins an episode anew and repeats its turns but for the last.
 
-        Raises EnvironmentFailed where an answer has other tokens than the response.
+        Raises EnvironmentFailed where an answer has other tokens than the response, but for that of
+        a tool that took too long: it may answer now.
         """
         factory, turns_T = self._factories[prompt.key], response.turns_T
         played = _Played(Episode(factory, prompt.example), [])
@@ -136,7 +158,8 @@ class Environments:
             text = self._text(turn_T)
             messages = played.episode.answer(text)
             found = self._tokenizer.between(messages, int(turn_T[-1])) if messages else []
-            if list(found) != answer_T.tolist():
+            same = list(found) == answer_T.tolist()
+            if not same and TIMED_OUT not in self._text(answer_T):
                 raise EnvironmentFailed(
                     f"{factory.name} answers {messages!r:.200} to a turn to which it answered "
                     f"{self._text(answer_T)!r:.200} before: it has to be the same each time"

@@ -29,7 +29,7 @@ from engines import (
     teacher_forced,
 )
 from ext_tasks.retry import Retry
-from processes import ROOT, ran
+from processes import ROOT, ran, wait_for
 from quick import random_params
 from runs import SCHEDULE, rows_without_timings
 from shared_programs import programs_compiled_once, small_config  # noqa: F401  a fixture
@@ -143,6 +143,9 @@ class Scripted:
         return True
 
     def forget(self, number):
+        pass
+
+    def close(self):
         pass
 
     def ask(self, where, cursor, prompt, response, room):
@@ -319,6 +322,15 @@ class Tools:
         return float(42 in self.found)
 
 
+class Done(Tools):
+    """It says itself when it is done; a method of rewards goes before an attribute."""
+
+    reward = -5.0
+
+    def is_done(self) -> bool:
+        return bool(self.found)
+
+
 def call(name, **arguments):
     text = json.dumps({"name": name, "arguments": arguments})
     return f"Let me see. <tool_call>\n{text}\n</tool_call>"
@@ -349,6 +361,8 @@ def test_a_class_of_trls_contract_is_played():
     verdict = episode.verdict()
     assert (verdict.correct, verdict.score) == (True, 1.0)
     assert episode.measures() == {"calls": 9.0, "failed_calls": 6.0, "timeouts": 1.0}
+    ends = Episode(Factory("tools:Done", Done, 1.0), EXAMPLE)
+    assert ends.answer(call("multiply", a=6, b=7)) == [] and ends.verdict().score == 1.0
 
 
 def test_the_guides_environment_of_30_lines_works_as_it_is_written():
@@ -523,7 +537,10 @@ def test_stepped_contracts_are_played():
 class Broken:
     """Fails in `step` so many times, or answers otherwise when it is asked again."""
 
-    failures, says = 0, iter(())
+    failures, says, closed = 0, iter(()), 0
+
+    def close(self):
+        Broken.closed += 1
 
     def reset(self):
         pass
@@ -549,6 +566,7 @@ class Letters:
         return ()
 
     def between(self, messages, stop_id):
+        assert stop_id == 0
         return [ord(letter) for message in messages for letter in message["content"]]
 
 
@@ -587,19 +605,40 @@ def test_what_fails_outside_a_tool_is_no_wrong_answer(failures, says, message):
         plays("abc", failures, says)
 
 
-def test_an_episode_that_goes_on_elsewhere_is_played_again():
-    """With its own answers, or the run ends by the name of the environment."""
-    tokens, prompt = np.array([*b"a", 0, *b"same", *b"b", 0]), Prompt([1], EXAMPLE, "data.train")
-    given = np.isin(np.arange(len(tokens)), range(2, 6))
+@pytest.mark.parametrize(
+    ("before", "says", "error"),
+    [
+        (b"same", (), None),
+        (b"same", ("other",) * 3, "answers .*other.* which it answered 'same'"),
+        (b"Error: no answer within 3 s", ("late",), None),
+    ],
+)
+def test_an_episode_that_goes_on_elsewhere_is_played_again(before, says, error):
+    """With its own answers, or the run ends by the name of the environment.
+
+    A tool that took too long once answers the next time: no checkpoint could have gone on.
+    """
+    tokens, prompt = np.array([*b"a", 0, *before, *b"b", 9]), Prompt([1], EXAMPLE, "data.train")
+    given = np.isin(np.arange(len(tokens)), range(2, 2 + len(before)))
     response = Response(tokens, np.zeros(len(tokens)), True, given_T=given)
-    for says, error in ((), None), (("other",) * 3, "answers .*other.* which it answered 'same'"):
-        Broken.failures, Broken.says = 0, iter(says)
-        running = broken(2)
-        running.ask((0, 0), 0, prompt, response, 9)
-        with pytest.raises(EnvironmentFailed, match=error) if error else nullcontext():
-            ((_, answer),) = running.answers(wait=True)
-            said = [turn["content"] for turn in answer.turns]
-            assert said == ["a", "same", "b"] and answer.measures["turns"] == 2
+    Broken.failures, Broken.says, Broken.closed = 0, iter(says), 0
+    running = broken(2)
+    running.ask((0, 0), 0, prompt, response, 9)
+    with pytest.raises(EnvironmentFailed, match=error) if error else nullcontext():
+        ((_, answer),) = running.answers(wait=True)
+        assert [turn["content"] for turn in answer.turns][::2] == ["a", "b\t"]
+        assert answer.measures["turns"] == 2 and Broken.closed == 1
+
+
+@pytest.mark.parametrize("let_go", [lambda it: it.forget(0), lambda it: it.close()])
+def test_an_episode_that_is_let_go_is_closed(let_go):
+    Broken.failures, Broken.says, Broken.closed = 0, iter(()), 0
+    running, tokens = broken(3), np.array([*b"a", 0])
+    response = Response(tokens, np.zeros(len(tokens)), True)
+    running.ask((0, 0), 0, Prompt(np.array([1]), EXAMPLE, "data.train"), response, 100)
+    assert len(running.answers(wait=True)) == 1
+    let_go(running)
+    wait_for(lambda: Broken.closed == 1, seconds=9)
 
 
 def test_a_thread_that_would_die_gives_an_answer(monkeypatch):
@@ -607,6 +646,9 @@ def test_a_thread_that_would_die_gives_an_answer(monkeypatch):
     monkeypatch.setattr(Letters, "between", lambda *_: sys.exit(3))
     with pytest.raises(EnvironmentFailed, match="rows, row 3: 3"):
         plays("ab")
+    monkeypatch.setattr(Letters, "decode", lambda *_: 1 / 0)
+    with pytest.raises(EnvironmentFailed, match="rows, row 3: division by zero"):
+        plays("a")
 
 
 def test_turns_are_limited_and_a_cut_one_is_rewarded_alone():
@@ -687,7 +729,8 @@ def test_a_run_of_episodes_resumes_bitwise_and_says_what_they_were(tmp_path, one
 @pytest.mark.slow
 def test_episodes_go_on_in_the_next_step_and_resume_bitwise(tmp_path):
     """Whatever the times that environments take: all rows are the same, the engine's too."""
-    goes_on = {"rollout.partial_rollout_steps": 2}
+    # The evaluation fills all slots before training has one.
+    goes_on = {"rollout.partial_rollout_steps": 2, "eval.sets.arithmetic.count": 12}
     rows = run(tmp_path / "whole", 3, **goes_on)
     run(tmp_path / "stopped", 2, **goes_on)
     saved = tmp_path / "stopped" / "checkpoints" / "2" / "progress" / "metadata"

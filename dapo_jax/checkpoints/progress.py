@@ -24,6 +24,14 @@ class Progress:
     partial: Sequence[PartialGroup] = ()
     scores: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
 
+    def of_fork(self) -> "Progress":
+        """Returns that with which a fork begins: without episodes, which another config changes."""
+        responses = [response for group in self.partial for response in group.responses]
+        if all(it.given_T is None and it.turns is None for it in responses):
+            return self
+        cursor = min(self.cursor, *(group.cursor for group in self.partial))
+        return dataclasses.replace(self, cursor=cursor, partial=())
+
     def to_json(self) -> dict:
         """Describes it for a checkpoint, bit by bit."""
         return {

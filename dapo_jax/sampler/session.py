@@ -104,7 +104,7 @@ class Session:
         routes = engine.config.routes
         self._route_DPCLA = np.zeros((*pool, *routes), np.uint8) if routes else None
         self._newest_DB = np.zeros((engine.shards, cache.slots), np.int32)
-        self._keeps, self._decoded = False, 0  # whether some keep; blocks so far
+        self._decoded = 0  # blocks so far
         self._asked: dict[Where, int] = {}  # turns without an answer yet: blocks then
         self._early: dict[Where, Answer] = {}  # answers that are not due
 
@@ -119,6 +119,8 @@ class Session:
 
     def close(self) -> None:
         """Frees the pages; nothing can be sampled after it."""
+        if self._environments:
+            self._environments.close()
         self._params = self._prompt_pages = self._pages = None
 
     def submit(
@@ -155,7 +157,6 @@ class Session:
         of_samples = zip(partial.responses, partial.unfinished_G, limits, strict=True)
         tokens = [self._whole_blocks(r, most) if more else None for r, more, most in of_samples]
         self._scheduler.submit(number, length, limits, first_tokens=tokens, keeps=keeps)
-        self._keeps |= keeps
         plays = self._environments is not None and self._environments.plays(prompt)
         self._groups[number] = _Unfinished(
             stream, cursor, prompt, partial.ended, list(partial.responses), plays
@@ -410,7 +411,7 @@ class Session:
                 group.partial[it.sample] = response
                 room = self._samplings[group.stream].max_response_tokens - it.tokens
                 where = (it.group, it.sample)
-                if self._keeps:
+                if self._engine.cache.partial_rollouts:
                     self._asked[where] = self._decoded
                 self._environments.ask(where, group.cursor, group.prompt, response, room)
             else:
@@ -462,7 +463,7 @@ class Session:
     def _arrived(self) -> list[tuple[Where, Answer]]:
         """Returns the answers to take now; waits only for what is due, or if all wait for one."""
         idle = self._stalled or not self._scheduler.has_work
-        if not self._keeps:
+        if not self._engine.cache.partial_rollouts:
             return self._environments.answers(wait=idle)
         until = self._decoded - ANSWER_BLOCKS
         if idle:
@@ -477,8 +478,12 @@ class Session:
     def _so_far(self, group: _Unfinished, it: Finished) -> Response:
         """Makes a response of a sample that has not ended; more is known of one fed again."""
         known = group.partial[it.sample]
-        is_fed_again = group.plays and it.tokens < len(known.tokens_T)
-        return known if is_fed_again else self._response(group, it)
+        if not (group.plays and it.tokens < len(known.tokens_T)):
+            return self._response(group, it)
+        route_TLA = self._route(group, it)  # also of an answer that was fed in part
+        if route_TLA is None or len(route_TLA) <= len(known.route_TLA):
+            return known
+        return dataclasses.replace(known, route_TLA=route_TLA)
 
     def _response(self, group: _Unfinished, it: Finished) -> Response:
         tokens_T, logp_T = (

@@ -280,7 +280,7 @@ def _restored(planned: Planned, own: Checkpoints, workdir: pathlib.Path, parent:
     same = functools.partial(fingerprint.require_parent, ours=ours)
     with contextlib.closing(parents_checkpoints(config, parent)) as saved:
         state, progress = saved.restore(parent.step, programs.state, require=same)
-    return parent.step, state, Progress.from_json(progress), parent
+    return parent.step, state, Progress.from_json(progress).of_fork(), parent
 
 
 def parents_checkpoints(config: ConfigDict, parent: Parent) -> Checkpoints:

@@ -31,6 +31,7 @@ from dapo_jax.types import Example, Message, Verdict
 LIFECYCLE = {"reset", "init", "step", "close", "is_done", "get_reward", "reward", "correct"}
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 MAX_ERROR_CHARS = 300
+TIMED_OUT = "no answer within"
 
 
 class EnvironmentFailed(ValueError):
@@ -247,7 +248,7 @@ def within(seconds: float, call: Callable) -> Any:
     if error:  # of exit(), which a tool that runs code may be given
         raise RuntimeError(f"{type(error).__name__}: {error}")
     if "value" not in found:
-        raise TimeoutError(f"no answer within {seconds:g} s")
+        raise TimeoutError(f"{TIMED_OUT} {seconds:g} s")
     return found["value"]
 
 

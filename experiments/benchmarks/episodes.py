@@ -46,6 +46,9 @@ class Fixed:
     def forget(self, number) -> None:
         pass
 
+    def close(self) -> None:
+        pass
+
     def ask(self, where, cursor, prompt, response, room) -> None:
         self._asked += 1
         self._turns[where] += 1
