@@ -128,8 +128,21 @@ def an_h100():
     """Tells JAX from 0.11 on which GPU to lower for; those before lower for one like it."""
     if not hasattr(jax.sharding, "AbstractDevice"):
         return contextlib.nullcontext()
-    device = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu")
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=h100()))
+
+
+def h100():
+    return jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu")
+
+
+def of_an_h100(mesh):
+    """The same for what a mesh's own devices would tell, inside of shard_map."""
+    if not hasattr(jax.sharding, "AbstractDevice"):
+        return mesh
+    types = mesh.axis_types
+    return jax.sharding.AbstractMesh(
+        mesh.axis_sizes, mesh.axis_names, axis_types=types, abstract_device=h100()
+    )
 
 
 def meshes(what: str, target: str):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiled_kernels import HALF, HEADS, PLUGIN, WHOLE, an_h100
+from compiled_kernels import HALF, HEADS, PLUGIN, WHOLE, an_h100, of_an_h100
 from engines import by_request, programs, step
 from flax import nnx
 from jax.experimental.pallas import tpu as pltpu
@@ -531,7 +531,7 @@ def test_what_only_a_gpu_would_round_or_overflow(make, monkeypatch, capsys):
     """Read from the programs, as no interpreter shows it: no TF32, and offsets of 64 bits."""
     printing = functools.partial(triton.pl.pallas_call, debug=True)
     monkeypatch.setattr(triton.pl, "pallas_call", printing)
-    mesh = make_mesh(data=1, model=1, devices=jax.devices()[:1])
+    mesh = of_an_h100(make_mesh(data=1, model=1, devices=jax.devices()[:1]))
     (heads,) = (it for it in HEADS[make.__name__, "gpu"] if it[0] == 40)
     run, arguments = make(KERNELS["gpu"], heads, mesh)
     with an_h100():

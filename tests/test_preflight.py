@@ -43,9 +43,10 @@ def test_a_recipe_that_fits_its_slice(monkeypatch, request):
     recipe.update_from_flattened_dict(SMALL_SETTINGS)
     monkeypatch.setitem(PRESETS, "0.5b", SMALL)
     how = {"config_name": "small", "slices": None, "say": print}
-    effort = "jax_exec_time_optimization_effort"  # a third of the seconds
-    jax.config.update(effort, -1.0)
-    request.addfinalizer(lambda: jax.config.update(effort, 0.0))
+    effort = "jax_exec_time_optimization_effort"  # a third of the seconds; JAX 0.12 has none
+    if effort in jax.config.values:
+        jax.config.update(effort, -1.0)
+        request.addfinalizer(lambda: jax.config.update(effort, 0.0))
     found = examine.examine(recipe, "v5e:2x2", **how)
     assert found.headroom >= examine.WANTED_HEADROOM
     parameters = examine.parameter_count(SMALL)
