@@ -461,7 +461,7 @@ class Session:
         return finished
 
     def _arrived(self) -> list[tuple[Where, Answer]]:
-        """Returns the answers to take now; waits only for what is due, or if all wait for one."""
+        """Returns the answers to take now; waits where one is due, or where all wait for one."""
         idle = self._stalled or not self._scheduler.has_work
         if not self._engine.cache.partial_rollouts:
             return self._environments.answers(wait=idle)
