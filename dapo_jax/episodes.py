@@ -5,10 +5,10 @@
 Each turn is answered in a thread of its own, on the process that the group belongs to. What was
 sampled is never encoded again: an answer is the tokens that the chat template puts between two
 turns (`Tokenizer.between`). Bits of samples depend on no schedule, so answers may come at any time;
-with partial rollouts the session says when it takes them.
-An environment that fails outside a tool is made anew and gets the turns again, and so does one
-whose episode goes on in another session. They have to be answered with the same tokens; after
-ATTEMPTS the run stops with the row and the conversation.
+with partial rollouts the session says when it takes them. An environment that fails outside a tool
+is made anew and gets the turns again, and so does one whose episode goes on in another session.
+They have to be answered with the same tokens; after ATTEMPTS the run stops with the row and the
+conversation.
 """
 
 import contextlib

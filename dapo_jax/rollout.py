@@ -231,7 +231,7 @@ def continued(
         and (
             response.stopped
             or unfinished
-            or response.turns  # the environment's answer had no room
+            or response.turns is not None  # the environment's answer had no room
             or len(response.tokens_T) == plan.max_tokens
         )
         for it in partial

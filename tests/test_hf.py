@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from dapo_jax.convert import convert
 from models import families, hf
 from models.hf import load_hf, load_params, save_hf
-from models.hf_config import load_config
+from models.hf_config import config_json, load_config
 from models.parameters import param_axes
 from models.qwen2 import Qwen2Config
 from models.rope import Llama3Scaling, YarnScaling
@@ -258,6 +258,8 @@ def test_convert_keeps_tokenizer_and_config_and_rounds_the_weights(tmp_path):
     half = load_params(tmp_path / "half", UNTIED, dtype="bfloat16")
     assert_same(half, jax.tree.map(lambda a: a.astype(jnp.bfloat16), params))
     assert json.loads((tmp_path / "half" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    given = config_json(UNTIED, np.dtype("float32"), {"hidden_size": 1, "bos_token_id": 1})
+    assert (given["hidden_size"], given["bos_token_id"]) == (UNTIED.width, 1)
 
 
 def test_convert_refuses_numbers_that_are_not_finite(folder, tmp_path):

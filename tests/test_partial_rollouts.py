@@ -64,6 +64,8 @@ def test_what_is_between_two_steps_comes_back_from_a_checkpoint_as_it_was():
     progress = Progress(11, 99, row, partial, {"aime": {"2": 0.25}})
     saved = json.loads(json.dumps(progress.to_json())) | {"of an older version": 1}
     found = Progress.from_json(saved)
+    fork = dataclasses.replace(found, cursor=7, partial=())  # without the episodes
+    assert found.of_fork() == fork and fork.of_fork() == fork
     assert dataclasses.replace(found, partial=partial) == progress
     (group,) = found.partial
     assert (group.cursor, group.unfinished_G) == (7, (False, True, False))

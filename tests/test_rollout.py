@@ -268,10 +268,11 @@ def test_a_fork_takes_over_only_what_its_own_config_could_have_sampled():
     cut, ended, begun = (
         response(n, stopped=stopped) for n, stopped in ((9, False), (4, True), (6, False))
     )
-    partial = [PartialGroup(3, (cut, ended, begun), (False, False, True))]
-    sizes = {"group_size": 3, "num_prompts": 1, "max_prompts": 1, "max_tokens": 9}
+    no_room = dataclasses.replace(response(5, stopped=False), turns=[])  # for an answer
+    partial = [PartialGroup(3, (cut, ended, begun, no_room), (False, False, True, False))]
+    sizes = {"group_size": 4, "num_prompts": 1, "max_prompts": 1, "max_tokens": 9}
     plan = StepPlan(prompt_at, None, **sizes, partial_rollout_steps=1)
     assert continued(plan, 7, partial) == (7, partial)
-    others = [{"group_size": 2}, {"group_size": 4}, {"max_tokens": 8}, {"max_tokens": 10}]
+    others = [{"group_size": 3}, {"group_size": 5}, {"max_tokens": 8}, {"max_tokens": 10}]
     for other in (*others, {"partial_rollout_steps": 0}):
         assert continued(dataclasses.replace(plan, **other), 7, partial) == (3, ())
