@@ -52,16 +52,16 @@ class _Played(NamedTuple):
 
     def close(self) -> None:
         """Closes the environment, behind whoever lets go of it: it may take its time."""
-        threading.Thread(target=_closed, args=(self.episode,), daemon=True).start()
+
+        def run():
+            with contextlib.suppress(EnvironmentFailed):
+                self.episode.close()
+
+        threading.Thread(target=run, daemon=True).start()
 
     def add(self, turn: str, messages: Sequence[Message]) -> None:
         answers = ({"role": "environment", "content": it["content"]} for it in messages)
         self.said.extend(({"role": "assistant", "content": turn}, *answers))
-
-
-def _closed(episode: Episode) -> None:
-    with contextlib.suppress(EnvironmentFailed):
-        episode.close()
 
 
 class Environments:
@@ -93,16 +93,10 @@ class Environments:
             arguments = (where, prompt, response, room)
             threading.Thread(target=self._run, args=arguments, daemon=True).start()
 
-    def forget(self, number: int) -> None:
-        """Lets go of the episodes of a cancelled group."""
-        for where in list(self._played):
-            if where[0] == number and (played := self._played.pop(where, None)):
-                played.close()
-
-    def close(self) -> None:
-        """Lets go of all episodes."""
-        for where in list(self._played):
-            if played := self._played.pop(where, None):
+    def close(self, number: int | None = None) -> None:
+        """Lets go of the episodes of a cancelled group; None: of all."""
+        for where in list(self._played):  # their threads add and take some
+            if number in (None, where[0]) and (played := self._played.pop(where, None)):
                 played.close()
 
     def answers(self, *, wait: bool) -> list[tuple[Where, Answer]]:

@@ -142,10 +142,7 @@ class Scripted:
     def plays(self, prompt):
         return True
 
-    def forget(self, number):
-        pass
-
-    def close(self):
+    def close(self, number=None):
         pass
 
     def ask(self, where, cursor, prompt, response, room):
@@ -213,7 +210,7 @@ def test_an_episodes_bits_depend_on_no_schedule(cache, shards, reference):
 
 
 def resaved(partial):
-    """What a checkpoint gives back."""
+    """Partial groups as a checkpoint gives them back."""
     return Progress.from_json(json.loads(json.dumps(Progress(partial=partial).to_json()))).partial
 
 
@@ -630,7 +627,7 @@ def test_an_episode_that_goes_on_elsewhere_is_played_again(before, says, error):
         assert answer.measures["turns"] == 2 and Broken.closed == 1
 
 
-@pytest.mark.parametrize("let_go", [lambda it: it.forget(0), lambda it: it.close()])
+@pytest.mark.parametrize("let_go", [lambda it: it.close(0), lambda it: it.close()])
 def test_an_episode_that_is_let_go_is_closed(let_go):
     Broken.failures, Broken.says, Broken.closed = 0, iter(()), 0
     running, tokens = broken(3), np.array([*b"a", 0])

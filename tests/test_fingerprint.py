@@ -125,7 +125,7 @@ FILES = {
     ],
 )
 def test_custom_code_belongs_to_a_run(tmp_path, monkeypatch, settings, edited, refusal):
-    """What a named file imports may change. A folder may have no __init__.py."""
+    """Imports of a named file may change. A folder may have no __init__.py."""
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)

@@ -142,7 +142,7 @@ def test_the_metrics_are_means_over_the_response_tokens(params, data):
     ("mesh", "rows", "row_tokens"), [((1, 2, 2), 2, 46), ((2, 2, 1), 4, 38)], ids=str
 )
 def test_four_devices_take_the_update_of_one(monkeypatch, params, data, mesh, rows, row_tokens):
-    """Of the two lengths of rows it takes the one that wastes less: two of 46 hold all."""
+    """An update takes the length of rows that wastes less: two of 46 hold all."""
     quick = functools.partialmethod(jax.stages.Lowered.compile, compiler_options=COMPILER_OPTIONS)
     monkeypatch.setattr(jax.stages.Lowered, "compile", quick)
     monkeypatch.setitem(PRESETS, "small", SMALL)

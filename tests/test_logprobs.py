@@ -40,7 +40,7 @@ def token_loss(logp, tokens):
 
 
 def bonus(tokens):
-    """What each token's entropy is weighed with in the loss."""
+    """Weighs each token's entropy in the loss."""
     return -0.3 * tokens["weight"] ** 2
 
 

@@ -165,7 +165,7 @@ def test_an_error_in_the_grader_surfaces_at_once():
 
 @pytest.mark.parametrize("expected_rate", [0.1, 0.4, 1.0])
 def test_little_more_is_issued_than_needed_whatever_was_expected(expected_rate):
-    """Of the groups 0.4 are informative. Slots hold two thirds of what is needed."""
+    """A share of 0.4 is informative. Slots hold two thirds of what is needed."""
     issued, sampled, blocks = [], [], []
     for seed in range(20):
         scripted = script(2 * (np.random.default_rng(seed).random(400) < 0.4))

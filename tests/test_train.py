@@ -327,7 +327,7 @@ def test_the_learners_old_logprobs_are_those_before_the_first_update(monkeypatch
 
 
 def test_minibatches_cover_the_kept_groups_once(monkeypatch):
-    """Of eight responses each at most, in groups of two."""
+    """Mini-batches have at most eight responses, in groups of two."""
     monkeypatch.setattr(train.learner, "minibatch", lambda groups, advantage_PG, *_: groups)
     learning = types.SimpleNamespace(update_responses=8)
     for kept, chunks in ((10, ["abcd", "efg", "hij"]), (0, [])):

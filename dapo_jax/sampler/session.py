@@ -179,7 +179,7 @@ class Session:
         number = of_training[cursor]
         self._scheduler.cancel(number)
         if self._environments:
-            self._environments.forget(number)
+            self._environments.close(number)
         del self._groups[number]
 
     def pause(self) -> list[PartialGroup]:

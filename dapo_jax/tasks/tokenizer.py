@@ -38,7 +38,7 @@ PROBE = "\n What is  12+3?\nAnswer: \u00bd \u00e9\U0001f680, is it so, is it"
 
 
 class PlainText:
-    """What a tokenizer without a chat template does with messages, by its `encode`."""
+    """Turns messages into tokens without a chat template, by the tokenizer's `encode`."""
 
     chat, date, opening = "none", "", ""
 

@@ -43,10 +43,7 @@ class Fixed:
     def plays(self, prompt) -> bool:
         return True
 
-    def forget(self, number) -> None:
-        pass
-
-    def close(self) -> None:
+    def close(self, number=None) -> None:
         pass
 
     def ask(self, where, cursor, prompt, response, room) -> None:
