@@ -19,7 +19,7 @@ from dapo_jax.grading import Grading
 from dapo_jax.logs.metrics import TASK, mean_measures
 from dapo_jax.sampler.session import Session
 from dapo_jax.tasks.datasets import Dataset
-from dapo_jax.tasks.readers import by_text
+from dapo_jax.tasks.rows import by_text
 from dapo_jax.types import Group, Verdict
 
 

@@ -34,7 +34,7 @@ from dapo_jax.setup import auto_sizes, components, policy
 from dapo_jax.setup.policy import Policy
 from dapo_jax.tasks.environments import Factory
 from dapo_jax.tasks.math_problems import TEMPLATES_OF
-from dapo_jax.tasks.readers import templated
+from dapo_jax.tasks.templates import templated
 from dapo_jax.tasks.tokenizer import Tokenizer
 from dapo_jax.types import Example, Prompt, Response
 

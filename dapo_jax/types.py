@@ -50,6 +50,10 @@ class Prompt:
     key: str = ""
 
 
+# Statuses of a `Verdict` without one on the answer.
+GAVE_UP = ("too_large", "timeout", "memory", "crashed")
+
+
 class Verdict(NamedTuple):
     """The grade of one response.
 

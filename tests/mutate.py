@@ -184,7 +184,7 @@ pass_at_k dapo_jax/evaluation.py train::test_scores_by_hand
 mean_at_k dapo_jax/evaluation.py train::test_scores_by_hand
 - f"mean@{k}": float(correct_PK.mean()),
 + f"mean@{k}": float(correct_PK[:, 0].mean()),
-answers_merged dapo_jax/tasks/readers.py data
+answers_merged dapo_jax/tasks/rows.py data
 - if first != answer and not self._same
 + if first != answer and self._same
 mixture_shares dapo_jax/tasks/datasets.py mixture

@@ -12,7 +12,9 @@ from byte_tokenizers import bpe, load
 from configs import base
 from dapo_jax.tasks.datasets import load_dataset, prompt_stream, tokenize
 from dapo_jax.tasks.math_problems import MathProblems
-from dapo_jax.tasks.readers import PROMPT_TEMPLATE, DataError, read_rows
+from dapo_jax.tasks.readers import read_rows
+from dapo_jax.tasks.rows import DataError
+from dapo_jax.tasks.templates import PROMPT_TEMPLATE
 from dapo_jax.types import Example
 from dapo_jax.verifier import RULES, check_ground_truth
 

@@ -20,7 +20,7 @@ from dapo_jax.evaluation import settings_of
 from dapo_jax.logs.files import read_rows
 from dapo_jax.tasks.base import graded, load_examples
 from dapo_jax.tasks.math_problems import MathProblems, MathTask
-from dapo_jax.tasks.readers import DataError
+from dapo_jax.tasks.rows import DataError
 from dapo_jax.types import Example, Group, Prompt, Response, Verdict
 
 OUTSIDE = pathlib.Path(__file__).parent / "ext_tasks"

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from dapo_jax.convert import convert
 from dapo_jax.tasks.base import graded
-from dapo_jax.tasks.readers import templated
+from dapo_jax.tasks.templates import templated
 from dapo_jax.types import Example, Group, Prompt, Response, plain_text
 from experiments.tasks.format_answer import FormatAnswer
 

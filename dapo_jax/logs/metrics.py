@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from dapo_jax.types import Response, Rollouts, RolloutStats
-from dapo_jax.verifier.math_rules import GAVE_UP
+from dapo_jax.types import GAVE_UP, Response, Rollouts, RolloutStats
 
 STATE, TOKENS, LOGP, VERDICTS = "digest/state", "digest/tokens", "digest/logp", "digest/verdicts"
 # The keys of a row that are no metrics: text each, in no curve.

@@ -20,7 +20,7 @@ from dapo_jax.logs.provenance import add_start
 from dapo_jax.logs.writers import Writers
 from dapo_jax.printable import conversation
 from dapo_jax.process import hosts
-from dapo_jax.tasks.readers import problem_of
+from dapo_jax.tasks.templates import problem_of
 from dapo_jax.types import Group, Rollouts
 
 SHOWN_SAMPLES = 4

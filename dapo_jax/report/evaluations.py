@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dapo_jax.logs.files import read_json, read_rollouts
 from dapo_jax.printable import printable_lines, shortened
 from dapo_jax.report.statistics import paired_share_interval
-from dapo_jax.tasks.readers import problem_of
+from dapo_jax.tasks.templates import problem_of
 
 SHOWN_PROBLEMS = 10  # on either side
 SHOWN_CHARACTERS = 90  # of a problem

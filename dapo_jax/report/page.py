@@ -13,7 +13,7 @@ from dapo_jax.logs.files import read_rollouts
 from dapo_jax.printable import conversation, shortened
 from dapo_jax.report import compare
 from dapo_jax.report.runs import Run, by_arm, summary_lines
-from dapo_jax.tasks.readers import problem_of
+from dapo_jax.tasks.templates import problem_of
 
 SAMPLES = 8  # of a step, each to another problem
 SHOWN_CHARS = 1_500  # of a problem and of a response

@@ -14,7 +14,8 @@ from typing import TypeVar
 import numpy as np
 
 from dapo_jax.tasks.math_problems import MathTask
-from dapo_jax.tasks.readers import DataError, DataReport, Rows, templated
+from dapo_jax.tasks.rows import DataError, DataReport, Rows
+from dapo_jax.tasks.templates import templated
 from dapo_jax.types import Example
 
 MAX_VALUE = 99  # every intermediate result stays within 0..MAX_VALUE

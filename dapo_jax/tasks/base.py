@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from dapo_jax.outside import imported
-from dapo_jax.tasks.readers import DataError, DataReport
+from dapo_jax.tasks.rows import DataError, DataReport
 from dapo_jax.tasks.tokenizer import Tokenizer, begun_answer
 from dapo_jax.types import Example, Group, Verdict
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from dapo_jax.tasks.base import graded, load_examples, make_task
 from dapo_jax.tasks.environments import Factory
-from dapo_jax.tasks.readers import DataError, DataReport, by_text
+from dapo_jax.tasks.rows import DataError, DataReport, by_text
 from dapo_jax.tasks.tokenizer import Tokenizer
 from dapo_jax.types import Example, Group, Prompt
 

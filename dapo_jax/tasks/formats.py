@@ -10,11 +10,9 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
+from dapo_jax.tasks.rows import DataError
+
 MAX_SHOWN_CHARS = 1000
-
-
-class DataError(ValueError):
-    """Data that cannot be used: the message names the file, the row and the setting to change."""
 
 
 # Yields the number of each row and the row; of JSON lines the text, since one may be no JSON.

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from dapo_jax.tasks import readers
-from dapo_jax.tasks.readers import FORMATS, KINDS, Columns, DataError, DataReport, field
+from dapo_jax.tasks.readers import FORMATS, KINDS, field
+from dapo_jax.tasks.rows import Columns, DataError, DataReport
+from dapo_jax.tasks.templates import template_text
 from dapo_jax.types import Example, Verdict
 from dapo_jax.verifier import check_ground_truth, equal_answers, verify, verify_many
 
@@ -24,7 +26,7 @@ TEMPLATES_OF = {
 class MathTask:
     """Grades by rules; where the problems come from is for the tasks below this one.
 
-    rules: one of RULES. on_bad_row: "error" or "skip" (`readers.Rows`).
+    rules: one of RULES. on_bad_row: "error" or "skip" (`rows.Rows`).
     """
 
     rules: str = "dapo"
@@ -50,7 +52,7 @@ class MathProblems(MathTask):
     kind: a name of `readers.KINDS`; "": by the ending of the path. prompt_field, answer_field:
     where a row has the prompt (text, or messages with role and content) and the answer (text, a
     number, or a list of one); "a.b" is field b of field a; "": the kind's. template: of plain
-    prompts, as `readers.template_text` reads it; "": the one that the rules read, or
+    prompts, as `template_text` reads it; "": the one that the rules read, or
     default_template where a class has one. environment: where there is one, a row is what it begins
     with, needs no answer, and has no template by default.
     """
@@ -79,7 +81,7 @@ class MathProblems(MathTask):
         answer_field = self.answer_field or KINDS[kind].answer_field
         mark, templates = KINDS[kind].answer_mark, TEMPLATES_OF[self.rules]
         asks = self.default_template or ("none" if self.environment else templates[0])
-        template = readers.template_text(self.template or asks)
+        template = template_text(self.template or asks)
 
         def make(row: dict) -> tuple:
             value = field(row, prompt_field)

@@ -1,46 +1,28 @@
-"""Files of problems with ground-truth answers: parquet, JSON lines, JSON and CSV.
-
-A file is read row by row; exact duplicates are merged and prompts with conflicting answers are
-dropped, with memory bounded by the distinct prompts (DAPO-Math-17k as published holds every row
-about 100 times). Nothing is dropped silently: a `DataReport` accounts for each row.
-"""
+"""Files of problems with ground-truth answers: parquet, JSON lines, JSON and CSV, row by row."""
 
 import ast
-import collections
 import contextlib
-import dataclasses
 import io
 import math
 import pathlib
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from decimal import Decimal
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from etils import epath
 
-from dapo_jax.tasks.formats import FORMATS, MAX_SHOWN_CHARS, DataError, parsed
+from dapo_jax.tasks.formats import FORMATS, MAX_SHOWN_CHARS, parsed
+from dapo_jax.tasks.rows import DataError, DataReport, Rows, by_text
+from dapo_jax.tasks.templates import templated
 from dapo_jax.types import Example, Message
 from dapo_jax.verifier.math_rules import closing_brace
 
 T = TypeVar("T")
 
-# The prompt of DAPO, section 4.1.
-PROMPT_TEMPLATE = (
-    "Solve the following math problem step by step. The last line of your response should be of "
-    "the form Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n"
-    "{problem}\n\n"
-    'Remember to put your answer on its own line after "Answer:".'
-)
-TEMPLATES = {
-    "none": "{problem}",
-    "dapo": PROMPT_TEMPLATE,
-    "boxed": "{problem}\n\nReason step by step, and put your final answer within \\boxed{}.",
-}
 BOX = "\\boxed"
 NO_ANSWERS = ("proof", "notfound", "not found")  # what data sets write where there is none
-SHOWN_REASONS = 5  # of bad rows
 
 
 class Kind(NamedTuple):
@@ -68,50 +50,7 @@ _TEXT_LIST = re.compile(r"""\s*\[\s*["'].*["']\s*\]\s*""")
 _LAST_BOX = re.compile(
     r"(?s).*\\f?box(?:ed)?\s*(?:(?P<brace>\{)|(?P<bare>[^{$\n][^$\n]*?)\s*(?=\.?\s*(?:[$\n]|$)))"
 )
-_OF_ROW = re.compile(r"'[^']*'|\d+")  # in the reason why a row is bad
 WHOLE_NUMBER = re.compile(r"^([+-]?[0-9]+)\.0+$")
-
-
-@dataclasses.dataclass(frozen=True)
-class DataReport:
-    """Accounts for every row of a data set.
-
-    rows = kept + duplicates + conflicting_rows + overlong + bad_rows, unless a note says that only
-    the first of these are kept. A row is a duplicate when an earlier row has the same prompt and
-    answer; all rows of a prompt with two answers are conflicting.
-    """
-
-    name: str
-    rows: int
-    kept: int
-    duplicates: int = 0
-    conflicting_prompts: int = 0
-    conflicting_rows: int = 0
-    bad_rows: int = 0
-    bad_row_notes: tuple[str, ...] = ()  # the first ones, and why
-    overlong: int = 0
-    max_prompt_tokens: int = 0  # the limit, once prompts are tokenized
-    mean_tokens: float = 0.0  # of the kept prompts
-    longest_tokens: int = 0
-    notes: tuple[str, ...] = ()  # what else a person should know of it
-
-    def lines(self) -> list[str]:
-        """Formats the report for the start banner, one string a line."""
-        line = (
-            f"{self.name}: {self.rows:,} rows, {self.duplicates:,} duplicates merged, "
-            f"{self.conflicting_prompts:,} prompts with conflicting answers dropped "
-            f"({self.conflicting_rows:,} rows), {self.bad_rows:,} bad rows skipped, "
-            f"{self.overlong:,} prompts over {self.max_prompt_tokens:,} tokens dropped; "
-            f"{self.kept:,} prompts kept ({self.mean_tokens:.0f} tokens on average, "
-            f"{self.longest_tokens:,} at most)"
-        )
-        skipped = [f"  skipped {note}" for note in self.bad_row_notes]
-        return [line, *skipped, *(f"  {note}" for note in self.notes)]
-
-
-def by_text(pairs: Sequence[tuple[str, str]]) -> list[bool]:
-    """Tells which pairs of answers are equal texts."""
-    return [one == other for one, other in pairs]
 
 
 def read_rows(
@@ -163,85 +102,6 @@ def format_of(path: str) -> str:
     return ending
 
 
-class Columns(dict):
-    """A row that an environment begins with: others of the same prompt are not merged with it."""
-
-
-class Rows:
-    """Collects the rows of one data set: merges, counts, and refuses or skips the bad ones.
-
-    place: the file, or the generator. row_word: "line" (from 1) or "row" (from 0). same: as of
-    `read_rows`. shard: the name of the file of several that is read.
-    """
-
-    shard = ""
-
-    def __init__(self, place: str, row_word: str, on_bad_row: str, same=by_text):
-        self._place = place
-        self._name = pathlib.Path(place).name
-        self._row_place = "line {}" if row_word == "line" else "row {} (from 0)"
-        self._on_bad_row, self._same = on_bad_row, same
-        self._row_count = 0
-        self._bad: dict[str, tuple[str, int]] = {}  # kind of reason -> the first of them, how many
-        self._first: dict[tuple, Example] = {}  # roles and texts of a prompt -> its first row
-        self._occurrences: collections.Counter[tuple] = collections.Counter()
-        self._conflicts: set[tuple] = set()
-
-    @contextlib.contextmanager
-    def reading(self, row: int) -> Iterator[None]:
-        """Counts a row; a ValueError inside the block makes it a bad row."""
-        self._row_count += 1
-        try:
-            yield
-        except ValueError as error:
-            shard = f"{self.shard}, " if self.shard else ""
-            note = f"{shard}{self._row_place.format(row)}: {error}"
-            kind = _OF_ROW.sub("", str(error))
-            first, count = self._bad.get(kind, (note, 0))
-            self._bad[kind] = first, count + 1
-
-    def add(self, row: int, prompt: tuple[Message, ...], answer: str, extra: Any = None) -> None:
-        """Takes a good row, unless its prompt is already there."""
-        key = tuple((message["role"], message["content"]) for message in prompt)
-        if isinstance(extra, Columns):
-            key += (repr(extra),)
-        self._occurrences[key] += 1
-        example = Example(prompt, answer, self.shard or self._name, row, extra)
-        first = self._first.setdefault(key, example).answer
-        if first != answer and not self._same([(answer, first)])[0]:
-            self._conflicts.add(key)
-
-    def result(self) -> tuple[list[Example], DataReport]:
-        """Returns the distinct examples without conflicts, and the account of all rows.
-
-        Raises DataError where rows are bad and on_bad_row is "error".
-        """
-        bad_rows, notes = sum(count for _, count in self._bad.values()), []
-        for first, count in self._bad.values():
-            notes.append(f"{first} ({count:,} such rows)" if count > 1 else first)
-        if len(notes) > SHOWN_REASONS:
-            notes[SHOWN_REASONS:] = [f"... {bad_rows:,} bad rows in all"]
-        if notes and self._on_bad_row != "skip":
-            listed = "\n  ".join(notes)
-            raise DataError(f"{self._place}, {listed}. Mend them, or set data.on_bad_row=skip.")
-        kept = [example for key, example in self._first.items() if key not in self._conflicts]
-        conflicting_rows = sum(self._occurrences[key] for key in self._conflicts)
-        times, repeated = {*self._occurrences.values()}, ()
-        if len(times) == 1 and (n := max(times)) > 1:
-            repeated = (f"each prompt is there {n} times: in an evaluation, k is for that",)
-        return kept, DataReport(
-            name=self._name,
-            rows=self._row_count,
-            kept=len(kept),
-            duplicates=self._row_count - bad_rows - conflicting_rows - len(kept),
-            conflicting_prompts=len(self._conflicts),
-            conflicting_rows=conflicting_rows,
-            bad_rows=bad_rows,
-            bad_row_notes=tuple(f"{self._name}, {note}" for note in notes),
-            notes=repeated,
-        )
-
-
 def messages_of(value: object, name: str, template: str) -> tuple[Message, ...]:
     """Reads a prompt as messages; a plain text is one message of the user, in the template."""
     if isinstance(value, str):
@@ -258,29 +118,6 @@ def messages_of(value: object, name: str, template: str) -> tuple[Message, ...]:
     if not messages:
         raise ValueError(f"{name} is empty")
     return tuple(messages)
-
-
-def template_text(template: str) -> str:
-    """Returns the text of a name of TEMPLATES, or a custom text; DataError for another."""
-    if template in TEMPLATES:
-        return TEMPLATES[template]
-    if "{problem}" not in template:
-        raise DataError(
-            f"template = {template!r}: must be one of {', '.join(TEMPLATES)}, or a text of your "
-            "own that has {problem} where the problem goes."
-        )
-    return template
-
-
-def problem_of(prompt: str) -> str:
-    """A prompt without the words that DAPO's template puts around the problem."""
-    before, after = PROMPT_TEMPLATE.split("{problem}")
-    return prompt.removeprefix(before).removesuffix(after)
-
-
-def templated(problem: str, template: str) -> tuple[Message, ...]:
-    """Makes a user's message of a problem in plain text; template: as `template_text` reads it."""
-    return ({"role": "user", "content": template_text(template).replace("{problem}", problem)},)
 
 
 def answer_of(value: object, name: str, mark: str) -> str:

@@ -30,8 +30,6 @@ from dapo_jax.verifier.units import (
     unit_of,
 )
 
-GAVE_UP = ("too_large", "timeout", "memory", "crashed")  # without a verdict on the answer
-
 TAIL_CHARS = 300
 BOX_TAIL_CHARS = 100
 MAX_GROUND_TRUTH_CHARS = 1000

@@ -13,7 +13,7 @@ import shutil
 import numpy as np
 from absl import app, flags
 
-from dapo_jax.tasks.readers import PROMPT_TEMPLATE
+from dapo_jax.tasks.templates import PROMPT_TEMPLATE
 from dapo_jax.tasks.tokenizer import load_tokenizer
 from experiments.forks_base.task import Forks, solution
 from experiments.tiny_base.supervised import fit, save

@@ -20,7 +20,8 @@ import numpy as np
 
 from dapo_jax.tasks import arithmetic
 from dapo_jax.tasks.math_problems import MathTask
-from dapo_jax.tasks.readers import DataError, DataReport, Rows, templated
+from dapo_jax.tasks.rows import DataError, DataReport, Rows
+from dapo_jax.tasks.templates import templated
 from dapo_jax.types import Example, Verdict
 
 KINDS = ("easy", "road", "long", "closed")

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from dapo_jax.tasks import arithmetic
-from dapo_jax.tasks.readers import DataError, DataReport, Rows, templated
+from dapo_jax.tasks.rows import DataError, DataReport, Rows
+from dapo_jax.tasks.templates import templated
 from dapo_jax.types import Example, Verdict
 
 WHOLE_NUMBER = re.compile(r"(?<![\d.,])\d+(?:,\d{3})*(?!\d|[.,]\d)")

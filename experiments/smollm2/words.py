@@ -8,7 +8,7 @@ import re
 
 import numpy as np
 
-from dapo_jax.tasks.readers import DataReport
+from dapo_jax.tasks.rows import DataReport
 from dapo_jax.types import Example, Verdict
 from experiments.smollm2.sums import Asked, generated
 

@@ -13,7 +13,8 @@ from fractions import Fraction
 import numpy as np
 
 from dapo_jax.tasks import arithmetic
-from dapo_jax.tasks.readers import DataReport, Rows, templated
+from dapo_jax.tasks.rows import DataReport, Rows
+from dapo_jax.tasks.templates import templated
 from dapo_jax.types import Example, Verdict
 from dapo_jax.verifier.math_rules import last_answer
 
@@ -56,7 +57,7 @@ class Countdown:
 
     numbers: how many a puzzle has. largest: of them. tried: the reward of an expression of the
     given numbers, each once, that has another value; a right one's is 1, anything else's -1.
-    template: as `readers.template_text` reads it, which has to ask for a last line "Answer: ...".
+    template: as `templates.template_text` reads it, which has to ask for a last line "Answer: ...".
     """
 
     count: int = 10_000

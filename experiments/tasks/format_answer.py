@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from dapo_jax.tasks.math_problems import MathProblems
-from dapo_jax.tasks.readers import DataError, DataReport
+from dapo_jax.tasks.rows import DataError, DataReport
 from dapo_jax.types import Example, Verdict
 from dapo_jax.verifier import verify_many
 

@@ -5,7 +5,8 @@ import re
 
 import numpy as np
 
-from dapo_jax.tasks.readers import Columns, DataReport, Rows, templated
+from dapo_jax.tasks.rows import Columns, DataReport, Rows
+from dapo_jax.tasks.templates import templated
 from dapo_jax.types import Example, Verdict
 
 NUMBER = re.compile(r"\d+")

@@ -10,7 +10,9 @@ import re
 import string
 from collections.abc import Sequence
 
-from dapo_jax.tasks.readers import DataReport, field, read_rows, templated
+from dapo_jax.tasks.readers import field, read_rows
+from dapo_jax.tasks.rows import DataReport
+from dapo_jax.tasks.templates import templated
 from dapo_jax.types import Example, Message, Verdict
 from dapo_jax.verifier.math_rules import TAIL_CHARS, last_answer, last_box, strict_form
 
@@ -30,7 +32,7 @@ class MultipleChoice:
     choice, or, as a number, its place from 0. choices: the field of the choices, or their fields
     with commas between. shuffle: puts them in an order of their own for each question, the same one
     each time: needed where the right one is always the first. template: as
-    `readers.template_text` reads it; "": TEMPLATE.
+    `templates.template_text` reads it; "": TEMPLATE.
     """
 
     path: str

@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from dapo_jax.tasks.arithmetic import TEST_SHARE, is_of
-from dapo_jax.tasks.readers import DataError, DataReport, Rows, templated
+from dapo_jax.tasks.rows import DataError, DataReport, Rows
+from dapo_jax.tasks.templates import templated
 from dapo_jax.types import Example, Verdict
 from dapo_jax.verifier import isolated
 from dapo_jax.verifier.symbolic_rules import verdict_of

@@ -10,7 +10,8 @@ import random
 import threading
 from collections.abc import Iterator
 
-from dapo_jax.tasks.readers import Columns, DataReport, Rows, templated
+from dapo_jax.tasks.rows import Columns, DataReport, Rows
+from dapo_jax.tasks.templates import templated
 from dapo_jax.types import Example, Verdict
 
 THE_GAME = -1  # among those who speak; the player is 0

@@ -15,7 +15,7 @@ import sentencepiece
 from absl import app, flags
 
 from dapo_jax.tasks.arithmetic import generate, worked_solution
-from dapo_jax.tasks.readers import PROMPT_TEMPLATE
+from dapo_jax.tasks.templates import PROMPT_TEMPLATE
 from dapo_jax.tasks.tokenizer import load_tokenizer
 from experiments.tiny_base.supervised import fit, save
 from models.hf import load_params
