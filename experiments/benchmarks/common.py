@@ -1,29 +1,23 @@
-"""The shared part of the benchmarks: the peers' model sizes, a config's programs, a table."""
+"""The shared part of the benchmarks: models' sizes, a config's programs, work to sample."""
 
 import csv
-import json
 import os
 import pathlib
-import subprocess
 import time
 import types
 from collections.abc import Sequence
 from unittest import mock
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from absl import flags
 
 from configs import base
 from dapo_jax.logs.provenance import code_version
-from dapo_jax.preflight.chips import Chip
+from dapo_jax.report.runs import commit_text
 from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.setup import auto_sizes, components
 from dapo_jax.types import Group, Prompt
 from models.qwen2 import PRESETS, Qwen2Config
-from sharding import rules
-from sharding.mesh import make_mesh
 
 # By millions of parameters; the sizes at which the peers are timed.
 SIZES = {
@@ -32,23 +26,13 @@ SIZES = {
     "135": Qwen2Config(49_152, 576, 1_536, 30, 9, 3, 64, True),  # SmolLM2's
 }
 NO_STOP = 1 << 30
-FLAGS = flags.FLAGS
 
 
-def commit() -> str:
-    """The commit that is measured, with a mark where files were changed since."""
-    version = code_version(pathlib.Path(__file__).parents[2])
-    if version["commit"] is None:
-        return "a copy without git"
-    return version["commit"][:7] + ("-dirty" if version["changed"] else "")
-
-
-def machine() -> str:
-    """Devices and versions, for the record."""
-    device = jax.devices()[0]
-    return (
-        f"{jax.device_count()} x {device.device_kind} ({os.uname().machine}), jax {jax.__version__}"
-    )
+def origin() -> str:
+    """Names devices, JAX's version and the commit that is measured, for the record."""
+    device, commit = jax.devices()[0], commit_text(code_version(pathlib.Path(__file__).parents[2]))
+    where = f"{jax.device_count()} x {device.device_kind} ({os.uname().machine})"
+    return f"{where}, jax {jax.__version__}, commit {commit}"
 
 
 def programs(preset: str, *, requests: int = 0, devices=None, **keys) -> components.Programs:
@@ -81,11 +65,20 @@ def random_prompts(built: components.Programs, count: int, tokens: int) -> np.nd
 
 
 def sample(
-    built: components.Programs, params, prompts: Sequence, limits: Sequence[Sequence[int]]
+    built: components.Programs,
+    params,
+    prompts: Sequence,
+    limits: Sequence[Sequence[int]],
+    *,
+    of: Stream | None = None,
+    environments=None,
 ) -> tuple[list[Group], Session, float]:
-    """Samples responses of exactly these tokens to the end: (groups, session, wall seconds)."""
+    """Samples responses of at most these tokens to the end: (groups, session, wall seconds).
+
+    of: None: `stream`'s, whose responses have exactly so many.
+    """
     start, groups = time.perf_counter(), {}
-    session = Session(built.engine, params, stream(built))
+    session = Session(built.engine, params, of or stream(built), environments=environments)
     for cursor, (prompt, tokens) in enumerate(zip(prompts, limits, strict=True)):
         session.submit(cursor, Prompt(prompt), group_size=len(tokens), max_tokens=[*tokens])
     while session.unfinished:
@@ -104,52 +97,9 @@ def best_seconds(run, *, repeats: int) -> float:
     return min(times)
 
 
-def measured_chip(*, copy_mib: int, product: int, dtype, devices=None) -> Chip:
-    """Returns a device with the rates of a large copy (read and written) and a large product."""
-    mesh = make_mesh(data=-1, model=1, devices=devices)
-    ways, rows = rules.row_degree(mesh), rules.rows(mesh)
-    values = copy_mib * 2**20 // jnp.dtype(dtype).itemsize
-    shapes = (ways, values // 1_024, 1_024), (ways, product, product)  # whole tiles of a TPU
-    make = jax.jit(lambda: [jnp.ones(shape, dtype) for shape in shapes], out_shardings=rows)
-    array, square = make()
-    copy = jax.jit(lambda a: a + 1)
-    multiply = jax.jit(lambda a: jnp.einsum("dij,djk->dik", a, a))
-    seconds = best_seconds(lambda: copy(array), repeats=10)
-    flop_rate = 2 * product**3 / best_seconds(lambda: multiply(square), repeats=10)
-    return Chip("measured", 0.0, 2 * array.nbytes / ways / seconds, flop_rate)
-
-
 def real_lengths(path: str, count: int, longest: int) -> np.ndarray:
     """Lengths of real responses, a quarter of each, cut at `longest` as training cuts them."""
     with pathlib.Path(path).open() as file:
         lengths = np.array([int(row["length_tokens"]) for row in csv.DictReader(file)])
     chosen = np.random.default_rng(0).choice(lengths, count, replace=False)
     return np.clip(np.round(chosen / 4), 1, longest).astype(int)
-
-
-def define_peer_flags(*, required: bool) -> None:
-    """Defines the flags of a comparison with the script of a peer, bench_torch.py."""
-    flags.DEFINE_string("peers", None, "Folder of the peer's script.", required=required)
-    torch = "Python of an environment with torch and transformers."
-    flags.DEFINE_string("torch_python", None, torch, required=required)
-    flags.DEFINE_list("sizes", ["1.25", "11.8"], "Millions of parameters; 135 is SmolLM2's size.")
-
-
-def run_peer(script: pathlib.Path, sizes: Qwen2Config, **work: int) -> dict:
-    """Runs a peer's script by the Python of its own environment: its last line of JSON.
-
-    It has the model's sizes and the work's (with _ for -) as flags.
-    """
-    work |= {"layers": sizes.num_layers, "width": sizes.width, "heads": sizes.num_heads}
-    work |= {"kv": sizes.num_kv_heads, "mlp": sizes.mlp_width, "vocab": sizes.vocab_size}
-    command = [FLAGS.torch_python, str(script)]
-    command += [word for k, v in work.items() for word in (f"--{k.replace('_', '-')}", str(v))]
-    run = subprocess.run(command, capture_output=True, text=True, check=True)
-    return json.loads([line for line in run.stdout.splitlines() if line.startswith("{")][-1])
-
-
-def table(header, rows) -> str:
-    """A Markdown table; a row may lack its last cells."""
-    full = [[*row, *[""] * (len(header) - len(row))] for row in rows]
-    lines = [header, ["---"] * len(header), *full]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)

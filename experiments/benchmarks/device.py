@@ -22,7 +22,7 @@ A TPU keeps the temporaries of its programs in what it calls reserved, and measu
 
 Nothing decodes to the context: pages are filled with random numbers, and every block begins at the
 same token. Each row is printed as soon as it is there, with the seconds that it took, compilations
-too. One that fails says why, and the others follow. A TPU's section ends with a table.
+too. One that fails says why, and the others follow.
 """
 
 import dataclasses
@@ -31,9 +31,8 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +47,7 @@ from dapo_jax.preflight import compile as compiling
 from dapo_jax.preflight.chips import CHIPS, Chip
 from dapo_jax.preflight.examine import memory_phases, parameter_count
 from dapo_jax.process import compile_cache, hosts
+from dapo_jax.report.compare import table
 from dapo_jax.sampler.cache import Cache
 from dapo_jax.sampler.engine import Engine, token_bytes
 from dapo_jax.setup import auto_sizes, components
@@ -66,7 +66,6 @@ flags.DEFINE_string("rows", "", "A regular expression: only rows whose names hav
 flags.DEFINE_enum("small", "", ["", "gpu", "tpu"], "Toy sizes, this one's kernels interpreted.")
 BLOCK, PAGE = 16, 128  # tokens
 SPARE_BYTES = 4 * 2**30  # of the device: logits and pieces of attention
-UPDATE_BYTES = 16  # of a parameter: the state and a gradient
 PROMPT, MICRO_BATCHES = 64, 4  # of an update
 MOST_SEGMENTS = 32  # of a row, for cuDNN
 PUBLISHED = {  # what JAX calls them
@@ -100,13 +99,6 @@ class Work:
     copy_mib: int = 2_048
     product: int = 8_192
     repeats: int = 5
-
-
-class Found(NamedTuple):
-    """A row's text, and {what: (estimated, measured)}."""
-
-    text: str
-    compared: Mapping[str, tuple[float, float]] = {}
 
 
 HEADS = ((4_096, 14, 2, 64), (22_528, 14, 2, 64), (4_096, 12, 2, 128), (22_528, 12, 2, 128))
@@ -231,7 +223,7 @@ def random_arrays(*shapes: tuple[int, ...]) -> list[jax.Array]:
     return [jax.random.normal(*it, jnp.bfloat16) for it in zip(keys, shapes, strict=True)]
 
 
-def agree_pages(work: Work, N: int, K: int, H: int) -> Found:
+def agree_pages(work: Work, N: int, K: int, H: int) -> str:
     """Compares attention to pages, and what is written and copied there, with plain XLA's."""
     kernels, B, C, I, J = kernels_of(work), work.slots, PAGE, 2, 3
     tiles = (K, H, C), (K, C, H)
@@ -280,20 +272,20 @@ def agree_pages(work: Work, N: int, K: int, H: int) -> Found:
         f"{name} {'as by' if it else 'DIFFER FROM'} plain XLA"
         for name, it in zip(("written", "copied"), same, strict=True)
     )
-    return Found(f"attention is {off(*attended):.1e} from plain XLA's; pages are {done}")
+    return f"attention is {off(*attended):.1e} from plain XLA's; pages are {done}"
 
 
-def agree_rows(work: Work, *heads: int) -> Found:
+def agree_rows(work: Work, *heads: int) -> str:
     """Compares attention in packed rows of three segments, and gradients, with plain XLA's."""
     results = []
     for name in ("ours", "plain XLA"):
         forward, gradient, qkv, _ = attention_programs(work, (work.agree, *heads), 3, name)
         results.append((forward(*qkv), *gradient(*qkv)))
     each = (f"{name} {off(*of):.1e}" for name, *of in zip(("out", *"qkv"), *results, strict=True))
-    return Found(f"{', '.join(each)} from plain XLA's")
+    return f"{', '.join(each)} from plain XLA's"
 
 
-def agree_step(work: Work) -> Found:
+def agree_step(work: Work) -> str:
     """Takes a step of float32 twice by the kernels, and its update by plain XLA."""
     r = {"num_prompts": 4, "group_size": 4, "max_prompt_tokens": PROMPT}
     r |= {"max_response_tokens": 64, "slot_tokens": 64, "page_tokens": 64}
@@ -324,13 +316,13 @@ def agree_step(work: Work) -> Found:
     )
     same &= all(map(np.array_equal, jax.tree.leaves(state), jax.tree.leaves(state_again)))
     moments = off(state.opt_state, plain_state.opt_state)
-    return Found(
+    return (
         f"ratio gap {float(metrics['ratio_gap']):.1e}; moments are {moments:.1e} from plain XLA's; "
         f"a second step {'has the same bits' if same else 'DIFFERS'}"
     )
 
 
-def attention(work: Work, sizes: tuple[int, int, int, int], segments: int, name: str) -> Found:
+def attention(work: Work, sizes: tuple[int, int, int, int], segments: int, name: str) -> str:
     """Times a way of attention, forward and with the backward pass, and compares it with `ours`."""
     _, N, _, H = sizes
     best = functools.partial(common.best_seconds, repeats=work.repeats)
@@ -343,9 +335,9 @@ def attention(work: Work, sizes: tuple[int, int, int, int], segments: int, name:
         for what, s, rate in zip(("forward", "with backward"), seconds, rates, strict=True)
     )
     if name == "ours":
-        return Found(text)
-    differs = off(our_d_q(work, sizes, segments), gradient(*qkv)[0])
-    return Found(f"{text}; d_q differs by {differs:.1e}")
+        return text
+    _, ours, *_ = attention_programs(work, sizes, segments, "ours")
+    return f"{text}; d_q differs by {off(ours(*qkv)[0], gradient(*qkv)[0]):.1e}"
 
 
 def attention_programs(work: Work, sizes: tuple[int, int, int, int], segments: int, name: str):
@@ -364,16 +356,9 @@ def attention_programs(work: Work, sizes: tuple[int, int, int, int], segments: i
     return jax.jit(forward), jax.jit(jax.grad(loss, argnums=(0, 1, 2))), qkv, segment_BT
 
 
-@functools.cache
-def our_d_q(work: Work, sizes: tuple[int, int, int, int], segments: int) -> np.ndarray:
-    """Computes the gradient of the queries by our kernel, which others are compared with."""
-    _, gradient, qkv, _ = attention_programs(work, sizes, segments, "ours")
-    return np.asarray(jax.device_get(gradient(*qkv)[0]), np.float32)
-
-
-def update(work: Work, preset: str, row_tokens: int) -> Found:
+def update(work: Work, preset: str, row_tokens: int) -> str:
     """Times an update of full rows, layers recomputed, one response a row."""
-    devices = devices_for(work, preset)
+    devices = jax.devices()[: work.devices]
     rows = MICRO_BATCHES * len(devices)
     built = common.programs(
         preset,
@@ -406,21 +391,11 @@ def update(work: Work, preset: str, row_tokens: int) -> Found:
     seconds = common.best_seconds(one_update, repeats=work.repeats)
     of_model = Device(chip(work), PRESETS[preset])
     floor = of_model.update_seconds(rows * row_tokens, [row_tokens] * rows, len(devices))
-    return Found(
-        f"{seconds:.3f} s; its products have {floor / seconds:.0%} of the chip's rate; {memory()}",
-        {"s": (floor, seconds)},
-    )
+    share = f"its products have {floor / seconds:.0%} of the chip's rate"
+    return f"{seconds:.3f} s, the floor is {floor:.3g} s: {share}; {memory()}"
 
 
-def devices_for(work: Work, preset: str) -> list[jax.Device]:
-    """Lists the devices that train a model. Raises MemoryError where its state leaves no room."""
-    devices, limit = jax.devices()[: work.devices], memory_stats().get("bytes_limit")
-    if limit and UPDATE_BYTES * parameter_count(PRESETS[preset]) / len(devices) > 0.8 * limit:
-        raise MemoryError(f"the training state leaves no room on {len(devices)} device(s)")
-    return devices
-
-
-def decode(work: Work, preset: str, context: int) -> Found:
+def decode(work: Work, preset: str, context: int) -> str:
     """Times a decode step when every slot has sampled `context` tokens, beside the floor.
 
     Raises MemoryError where the weights leave no room for a slot.
@@ -481,10 +456,9 @@ def decode(work: Work, preset: str, context: int) -> Found:
 
     seconds = common.best_seconds(block, repeats=work.repeats) / BLOCK
     floor = Device(chip(work), PRESETS[preset]).decode_seconds(slots, slots * context)
-    return Found(
+    return (
         f"{1e3 * seconds:.2f} ms a step of {slots} slots, {slots / seconds:,.0f} tokens/s; the "
-        f"floor is {1e3 * floor:.2f} ms: {floor / seconds:.0%}",
-        {"ms": (1e3 * floor, 1e3 * seconds)},
+        f"floor is {1e3 * floor:.2f} ms: {floor / seconds:.0%}"
     )
 
 
@@ -509,9 +483,10 @@ def maker(like):
     return jax.jit(lambda: make().astype(like.dtype), out_shardings=like.sharding)
 
 
-def step(work: Work, preset: str) -> Found:
+def step(work: Work, preset: str) -> str:
     """Takes the rollout and the updates of a step of the config, once each."""
-    devices, config = devices_for(work, preset), compiling.without_weights(work.config.get_config())
+    devices = jax.devices()[: work.devices]
+    config = compiling.without_weights(work.config.get_config())
     config.model.preset, config.model.kernels, r = preset, work.kernels, config.rollout
     r.num_prompts = work.prompts * len(devices)
     r.generation_prompts, r.max_prompt_tokens = 2 * r.num_prompts, 2 * PROMPT
@@ -543,25 +518,24 @@ def step(work: Work, preset: str) -> Found:
     config.model.kernels = "auto"  # the estimate is a TPU's
     lengths = {"mean": work.max_tokens / 4, "informative": 0.5}
     decoding, prefills, updates = estimate.step_seconds(config, chip(work), built.mesh, **lengths)
-    compared = {
-        "sampling, s": (decoding + prefills, sampling_s),
-        "updates, s": (updates, updates_s),
-    }
-    compared["memory, GB"] = max(predicted.values()), peak_bytes() / 1e9
     said = ", ".join(f"{name} {size:.1f}" for name, size in predicted.items())
-    return Found(
-        f"sampling {length_PG.size:,} responses, {length_PG.sum():,} tokens {sampling_s:.1f} s; "
-        f"{config.updates_per_step} updates {updates_s:.1f} s; cache {r.cache_mib:,} MiB, "
-        f"{built.engine.cache.slots} slots; ratio gap {gap:.3f}; {memory()}; predicted: {said}",
-        compared,
+    return (
+        f"sampling {length_PG.size:,} responses, {length_PG.sum():,} tokens {sampling_s:.1f} s, "
+        f"the floor is {decoding + prefills:.3g} s; {config.updates_per_step} updates "
+        f"{updates_s:.1f} s, the floor is {updates:.3g} s; cache {r.cache_mib:,} MiB, "
+        f"{built.engine.cache.slots} slots; ratio gap {gap:.3f}; {memory()}; predicted: {said}"
     )
 
 
 @functools.cache
 def measured_chip(work: Work) -> Chip:
-    """Measures the rates of the first device."""
-    how = {"copy_mib": work.copy_mib, "product": work.product, "dtype": "bfloat16"}
-    return common.measured_chip(**how, devices=jax.devices()[:1])
+    """Measures the first device by a large copy (read and written) and a large product."""
+    array = jnp.ones((work.copy_mib * 2**9, 1_024), jnp.bfloat16)  # whole tiles of a TPU
+    square = jnp.ones((work.product, work.product), jnp.bfloat16)
+    copy, multiply = jax.jit(lambda a: a + 1), jax.jit(lambda a: a @ a)
+    copied = common.best_seconds(lambda: copy(array), repeats=10)
+    multiplied = common.best_seconds(lambda: multiply(square), repeats=10)
+    return Chip("measured", 0.0, 2 * array.nbytes / copied, 2 * work.product**3 / multiplied)
 
 
 def chip(work: Work) -> Chip:
@@ -570,35 +544,28 @@ def chip(work: Work) -> Chip:
     return CHIPS[published] if published else measured_chip(work)
 
 
-def memory_stats() -> Mapping[str, int]:
+def memory_stats() -> dict[str, int]:
     """Asks the first device for its memory; a CPU tells nothing."""
     return jax.local_devices()[0].memory_stats() or {}
 
 
-def peak_bytes() -> int:
-    """The most memory that was taken since the start. A TPU reserves that of temporaries."""
-    stats = memory_stats()
-    return stats.get("peak_bytes_in_use", 0) + stats.get("peak_bytes_reserved", 0)
-
-
 def memory() -> str:
-    """Says the most memory that was taken since the start."""
-    return f"peak so far {peak_bytes() / 1e9:.1f} GB"
+    """Says the most memory that was taken since the start. A TPU reserves that of temporaries."""
+    taken = map(memory_stats().get, ("peak_bytes_in_use", "peak_bytes_reserved"))
+    return f"peak so far {sum(size or 0 for size in taken) / 1e9:.1f} GB"
 
 
-def rates(work: Work) -> Found:
+def rates(work: Work) -> str:
     """Says what a copy and a product reach, beside what is published."""
     measured, published = measured_chip(work), chip(work)
-    return Found(
-        f"{measured.hbm_rate / 1e9:,.0f} GB/s, {measured.flop_rate / 1e12:,.2f} TFLOP/s",
-        {
-            "GB/s": (published.hbm_rate / 1e9, measured.hbm_rate / 1e9),
-            "TFLOP/s": (published.flop_rate / 1e12, measured.flop_rate / 1e12),
-        },
+    hbm, flop = measured.hbm_rate / published.hbm_rate, measured.flop_rate / published.flop_rate
+    return (
+        f"{measured.hbm_rate / 1e9:,.0f} GB/s, {hbm:.0%} of the floor's; "
+        f"{measured.flop_rate / 1e12:,.2f} TFLOP/s, {flop:.0%}"
     )
 
 
-def rows_of(work: Work) -> Iterator[tuple[str, Callable[[], Found]]]:
+def rows_of(work: Work) -> Iterator[tuple[str, Callable[[], str]]]:
     """Yields each row's name, and what measures it."""
     yield "rates of a copy and of a product", functools.partial(rates, work)
     for heads in dict.fromkeys(sizes[1:] for sizes in work.attention):
@@ -628,9 +595,8 @@ def main(_):
     if kind not in works:
         sys.exit(f"this measures a GPU or a TPU, and JAX finds a {kind}: give --small=tpu")
     compile_cache.enable(several=False)  # what tells a program's memory has compiled it
-    print(f"{common.machine()}, commit {common.commit()}\n")
-    print(common.table(["row", "result", "took, s"], []), flush=True)
-    compared, mistakes = {}, 0
+    print("\n".join([common.origin(), "", *table(["row", "result", "took, s"], [])]), flush=True)
+    mistakes = 0
     for name, run in rows_of(works[kind]):
         if not re.search(FLAGS.rows, name):
             continue
@@ -638,18 +604,12 @@ def main(_):
         try:
             found = run()
         except Exception as error:  # of a kernel, a compiler, a device: none may cost other rows
-            found = Found(" ".join(f"{type(error).__name__}: {error}".split())[:200])
+            found = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             if not isinstance(error, RuntimeError | MemoryError | compiling.DoesNotFit):
                 traceback.print_exc()
                 mistakes += 1
-        compared |= {f"{name}: {what}": pair for what, pair in found.compared.items()}
-        print(f"| {name} | {found.text} | {time.perf_counter() - start:.0f} |", flush=True)
+        print(f"| {name} | {found} | {time.perf_counter() - start:.0f} |", flush=True)
     if kind == "tpu":
-        rows = [
-            [name, f"{it:.3g}", f"{measured:.3g}", f"{it / measured:.2f}" if measured else ""]
-            for name, (it, measured) in compared.items()
-        ]
-        print(f"\n{common.table(['what', 'estimated', 'measured', 'ratio'], rows)}\n")
         print("Please send all lines above as an issue to the project: no TPU had run it before.")
     if mistakes:
         sys.exit(1)

@@ -8,6 +8,7 @@ and takes --call_seconds. Each response of the other party has the length of an 
 
 import collections
 import dataclasses
+import functools
 import queue
 import threading
 import time
@@ -16,13 +17,11 @@ import numpy as np
 from absl import app, flags
 
 from dapo_jax.episodes import Answer
-from dapo_jax.sampler.session import Session, Stream
-from dapo_jax.types import Prompt
+from dapo_jax.report.compare import table
 from experiments.benchmarks import common
 from sharding.mesh import split_cpu
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("size", "1.25", "Millions of parameters.")
 flags.DEFINE_integer("slots", 64, "Slots of the engine.")
 flags.DEFINE_integer("groups", 32, "Groups of eight episodes.")
 flags.DEFINE_list("call_seconds", ["0", "0.1", "0.5"], "That an environment takes for an answer.")
@@ -30,6 +29,7 @@ flags.DEFINE_integer("block_tokens", 8, "Decode steps of a block.")
 flags.DEFINE_integer("slot_tokens", 256, "Tokens of cache for a slot, as rollout.slot_tokens.")
 flags.DEFINE_integer("devices", 2, "Devices that the CPU is counted as.")
 flags.DEFINE_integer("rounds", 3, "Turns of every party; the best counts.")
+SIZE = "1.25"  # millions of parameters
 GROUP, PROMPT, RESPONSE, TURNS, TURN, GIVEN = 8, 64, 512, 4, 48, 16
 
 
@@ -67,7 +67,7 @@ class Fixed:
 def main(_):
     split_cpu(FLAGS.devices)
     built = common.programs(
-        FLAGS.size,
+        SIZE,
         requests=FLAGS.slots,
         rollout__group_size=GROUP,
         rollout__max_prompt_tokens=PROMPT,
@@ -80,20 +80,14 @@ def main(_):
     params = built.reshard(built.start_params(), None)
     prompts = common.random_prompts(built, FLAGS.groups, PROMPT)
     plain = common.stream(built)
-    stops = tuple(range(common.SIZES[FLAGS.size].vocab_size // TURN))
-    turns = Stream(plain.key, dataclasses.replace(plain.sampling, stop_ids=stops))
+    stops = tuple(range(built.sizes.vocab_size // TURN))
+    turns = plain._replace(sampling=dataclasses.replace(plain.sampling, stop_ids=stops))
 
-    def sampled(stream, environments=None, lengths_PG=None):
+    def sampled(limits_PG, **how):
         """Samples all groups: (seconds a token, idle share, given, of a step, CPU s), lengths."""
-        start, cpu_start, groups = time.perf_counter(), time.process_time(), []
-        session = Session(built.engine, params, stream, environments=environments)
-        for cursor, prompt in enumerate(prompts):
-            limits = lengths_PG and lengths_PG[cursor]
-            session.submit(cursor, Prompt(prompt), group_size=GROUP, max_tokens=limits)
-        while session.unfinished:
-            groups += session.step()
-        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
-        groups.sort(key=lambda group: group.cursor)
+        cpu_start = time.process_time()
+        groups, session, seconds = common.sample(built, params, prompts, limits_PG, **how)
+        cpu_seconds = time.process_time() - cpu_start
         responses = [response for group in groups for response in group.responses]
         tokens = sum(len(response.tokens_T) for response in responses)
         given = sum(int(np.sum(~response.sampled_T)) for response in responses)
@@ -105,18 +99,19 @@ def main(_):
         lengths_PG = [[len(response.tokens_T) for response in it.responses] for it in groups]
         return (*found, cpu_seconds / tokens), lengths_PG
 
-    _, lengths_PG = sampled(turns, Fixed(0))
-    parties = {"one response": lambda: sampled(plain, lengths_PG=lengths_PG)}
+    def episodes(call_seconds: str):
+        limits_PG = [[RESPONSE] * GROUP] * FLAGS.groups
+        return sampled(limits_PG, of=turns, environments=Fixed(float(call_seconds)))
+
+    _, lengths_PG = episodes("0")
+    parties = {"one response": functools.partial(sampled, lengths_PG)}
     for text in FLAGS.call_seconds:
-        party = lambda text=text: sampled(turns, Fixed(float(text)))  # noqa: E731
-        parties[f"episodes, calls of {text} s"] = party
+        parties[f"episodes, calls of {text} s"] = functools.partial(episodes, text)
     best = {}
     for _ in range(FLAGS.rounds):
         for name, party in parties.items():
             best[name] = min(best.get(name, (np.inf,)), party()[0])
-    print(
-        f"{common.machine()}, commit {common.commit()}; {built.engine.cache.slots} slots a device"
-    )
+    print(f"{common.origin()}; {built.engine.cache.slots} slots a device")
     one = best["one response"][0]
     rows = []
     for name, (cost, idle, given, step, cpu) in best.items():
@@ -124,7 +119,7 @@ def main(_):
         rows.append([name, *speeds, f"{idle:.1%}", f"{given:.0%}", f"{1e3 * step:.1f}"])
     head = ["", "tokens/s", "tokens a CPU second", "time a token over one response's"]
     head += ["slots empty while prompts wait", "given", "ms a step"]
-    print(common.table(head, rows))
+    print("\n".join(table(head, rows)))
 
 
 if __name__ == "__main__":

@@ -7,20 +7,17 @@ responses, whose lengths are log-normal as measured on models of Qwen2.5's famil
 their end. A block's time is that of `next_block`, `table` and `complete`.
 """
 
-import os
 import time
 
 import numpy as np
-from absl import app, flags
+from absl import app
 
 from dapo_jax.sampler.cache import Cache, decode_sizes
 from dapo_jax.sampler.scheduler import Scheduler
 from experiments.benchmarks import common
 from experiments.preflight.estimate import response_lengths
 
-FLAGS = flags.FLAGS
-flags.DEFINE_integer("mean", 2_925, "Mean tokens of a response.")
-SHARDS, GROUPS, GROUP, PROMPT, RESPONSE = 32, 1_280, 16, 150, 20_480
+SHARDS, GROUPS, GROUP, PROMPT, MEAN, RESPONSE = 32, 1_280, 16, 150, 2_925, 20_480
 SLOTS, PAGES, PROMPT_PAGES, READERS = 598, 14_367, 917, 4
 
 
@@ -36,13 +33,11 @@ def main(_):
         max_response_tokens=RESPONSE,
     )
     sizes = decode_sizes(cache, kernel=True)
-    length_PG = response_lengths(
-        FLAGS.mean, groups=GROUPS, group_size=GROUP, longest=RESPONSE, seed=0
-    )
+    length_PG = response_lengths(MEAN, groups=GROUPS, group_size=GROUP, longest=RESPONSE, seed=0)
     scheduler = Scheduler(cache, SHARDS)
     for cursor, limits in enumerate(length_PG.tolist()):
         scheduler.submit(cursor, PROMPT, limits)
-    seconds, occupied = [], []
+    seconds = []
     while scheduler.unfinished:
         start = time.perf_counter()
         plan = scheduler.next_block()
@@ -53,15 +48,11 @@ def main(_):
         scheduler.table(sizes, np.zeros(len(used_N), bool))
         scheduler.complete(used_N, stopped_N)
         seconds.append(time.perf_counter() - resumed + planned - start)
-        occupied.append(len(used_N))
-    milliseconds = 1e3 * np.array(seconds)
-    median, high = np.percentile(milliseconds, [50, 95])
-    early = np.median(milliseconds[np.array(occupied) > length_PG.size / 2])
+    median, high = 1e3 * np.percentile(seconds, [50, 95])
     print(
-        f"{SHARDS} shards x {cache.slots} slots, {length_PG.size:,} requests of {FLAGS.mean:,} "
-        f"tokens on average, {len(seconds):,} blocks: {median:.1f} ms a block, 95th percentile "
-        f"{high:.1f}, {early:.1f} while more than half of the requests run; load "
-        f"{os.getloadavg()[0]:.1f}; commit {common.commit()}"
+        f"{SHARDS} shards x {cache.slots} slots, {length_PG.size:,} requests of {MEAN:,} tokens on "
+        f"average, {len(seconds):,} blocks: {median:.1f} ms a block, 95th percentile {high:.1f}; "
+        f"{common.origin()}"
     )
 
 

@@ -12,9 +12,9 @@ import heapq
 import numpy as np
 from absl import app, flags
 
+from dapo_jax.report.compare import table
 from dapo_jax.sampler.cache import Cache
 from dapo_jax.sampler.scheduler import Scheduler
-from experiments.benchmarks import common
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("slots", 256, "Slots of the engine.")
@@ -64,7 +64,8 @@ def main(_):
         for ms in FLAGS.step_ms
     ]
     print(f"slots {FLAGS.slots}, cache for {FLAGS.slot_tokens} tokens a slot")
-    print(common.table(["a decode step", *(f"calls of {s} s" for s in FLAGS.call_seconds)], rows))
+    heads = ["a decode step", *(f"calls of {s} s" for s in FLAGS.call_seconds)]
+    print("\n".join(table(heads, rows)))
 
 
 if __name__ == "__main__":

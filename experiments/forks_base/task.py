@@ -20,7 +20,7 @@ import numpy as np
 
 from dapo_jax.tasks import arithmetic
 from dapo_jax.tasks.math_problems import MathTask
-from dapo_jax.tasks.rows import DataError, DataReport, Rows
+from dapo_jax.tasks.rows import DataError
 from dapo_jax.tasks.templates import templated
 from dapo_jax.types import Example, Verdict
 
@@ -96,18 +96,18 @@ class Forks(MathTask):
         source = f"the mixture {weights}"
         return arithmetic.distinct(sample, self.count, self.seed, split=self.split, source=source)
 
-    def load(self) -> tuple[list[Example], DataReport]:
+    def load(self) -> list[Example]:
         """Generates the examples; `extra` has the problem's kind and its number of steps."""
-        rows = Rows(f"forks ({self.split})", "row", self.on_bad_row)
-        problems = self.problems()
-        for row, problem in enumerate(problems):
-            with rows.reading(row):
-                rows.add(row, templated(problem.question, "dapo"), problem.answer)
-        examples, report = rows.result()
         return [
-            dataclasses.replace(example, extra={"kind": problem.kind, "steps": problem.level})
-            for example, problem in zip(examples, problems, strict=True)
-        ], report
+            Example(
+                templated(problem.question, "dapo"),
+                problem.answer,
+                f"forks ({self.split})",
+                row,
+                {"kind": problem.kind, "steps": problem.level},
+            )
+            for row, problem in enumerate(self.problems())
+        ]
 
     def grade(self, response: str, example: Example) -> Verdict:
         """Grades the answer by the rules and, of a road problem, the road.

@@ -13,6 +13,7 @@ from absl import app, flags
 from dapo_jax.preflight import examine
 from dapo_jax.preflight.chips import GIB
 from dapo_jax.preflight.compile import DoesNotFit
+from dapo_jax.report.compare import table
 from experiments.benchmarks import common
 
 FLAGS = flags.FLAGS
@@ -38,14 +39,7 @@ CASES = (
     ("qwen2_5_7b", "v4:4x4x4", 1, {}),
     ("qwen2_5_32b", "tpu7x:4x4x4", 1, {"learner.micro_batch_rows": 16}),
 )
-HEADER = (
-    "config_name",
-    "topology",
-    "beside the config",
-    "chips",
-    "GiB sampling and update",
-    "free",
-)
+HEADER = ("config", "topology", "beside the config", "chips", "GiB sampling and update", "free")
 
 
 def row_of(config_name: str, topology: str, slices: int, settings: dict) -> tuple[list[str], bool]:
@@ -58,7 +52,7 @@ def row_of(config_name: str, topology: str, slices: int, settings: dict) -> tupl
     try:
         found = examine.examine(config, topology, **how)
     except DoesNotFit as error:
-        return [*row, f"does not fit: {error}"], False
+        return [*row, f"does not fit: {error}", "", ""], False
     sampling, update = (
         max(p.total for p in found.phases if (p.name == "update") == updates) / GIB
         for updates in (False, True)
@@ -72,13 +66,13 @@ def row_of(config_name: str, topology: str, slices: int, settings: dict) -> tupl
 
 
 def main(_):
-    table, fits = [], True
+    rows, fits = [], True
     for case in CASES:
         if FLAGS.only in case[0]:
             row, one_fits = row_of(*case)
-            table, fits = [*table, row], fits and one_fits
+            rows, fits = [*rows, row], fits and one_fits
             print(row, flush=True)
-    print(f"\ncommit {common.commit()}\n{common.table(HEADER, table)}")
+    print("\n".join(["", common.origin(), *table(HEADER, rows)]))
     sys.exit(0 if fits else 1)
 
 

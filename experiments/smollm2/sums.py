@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dapo_jax.tasks import arithmetic
-from dapo_jax.tasks.rows import DataError, DataReport, Rows
+from dapo_jax.tasks.rows import DataError
 from dapo_jax.tasks.templates import templated
 from dapo_jax.types import Example, Verdict
 
@@ -27,20 +27,17 @@ class Asked(NamedTuple):
     answer: str
 
 
-def generated(
-    name: str, sample: Callable[[np.random.Generator], Asked], task, source: str
-) -> tuple[list[Example], DataReport]:
+def generated(sample: Callable[[np.random.Generator], Asked], task, source: str) -> list[Example]:
     """Makes examples of a task's count, seed and split, one user message each, none twice.
 
     sample: draws a question of either split. source: what they are, for messages. Raises DataError
     for an unknown split, a negative seed, or too few questions.
     """
     asked = arithmetic.distinct(sample, task.count, task.seed, split=task.split, source=source)
-    rows = Rows(f"{name} ({task.split})", "row", "error")
-    for row, (question, answer) in enumerate(asked):
-        with rows.reading(row):
-            rows.add(row, templated(question, "none"), answer)
-    return rows.result()
+    return [
+        Example(templated(question, "none"), answer, source, row)
+        for row, (question, answer) in enumerate(asked)
+    ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,15 +53,14 @@ class Sums:
     least: int = 2
     largest: int = 29
 
-    def load(self) -> tuple[list[Example], DataReport]:
+    def load(self) -> list[Example]:
         """Generates the questions; raises what `generated` raises, and for wrong numbers."""
         if not 0 <= self.least <= self.largest:
             raise DataError(
                 f"args.least is {self.least} and args.largest {self.largest}: must be "
                 "0 <= least <= largest"
             )
-        source = f"sums of numbers from {self.least} to {self.largest}"
-        return generated("sums", self._sample, self, source)
+        return generated(self._sample, self, f"sums of {self.least} to {self.largest}")
 
     def grade(self, response: str, example: Example) -> Verdict:
         """Grades the last whole number."""

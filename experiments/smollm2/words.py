@@ -8,7 +8,6 @@ import re
 
 import numpy as np
 
-from dapo_jax.tasks.rows import DataReport
 from dapo_jax.types import Example, Verdict
 from experiments.smollm2.sums import Asked, generated
 
@@ -33,9 +32,9 @@ class GivenWords:
     seed: int = 0
     split: str = "train"
 
-    def load(self) -> tuple[list[Example], DataReport]:
+    def load(self) -> list[Example]:
         """Draws the requests; raises what `generated` raises."""
-        return generated("given words", _sample, self, "three of the given words")
+        return generated(_sample, self, "three of the given words")
 
     def grade(self, response: str, example: Example) -> Verdict:
         """Grades a response: right where it is one sentence that has all the words as they are."""

@@ -13,7 +13,6 @@ from fractions import Fraction
 import numpy as np
 
 from dapo_jax.tasks import arithmetic
-from dapo_jax.tasks.rows import DataReport, Rows
 from dapo_jax.tasks.templates import templated
 from dapo_jax.types import Example, Verdict
 from dapo_jax.verifier.math_rules import last_answer
@@ -68,21 +67,26 @@ class Countdown:
     largest: int = 20
     tried: float = -0.8
 
-    def load(self) -> tuple[list[Example], DataReport]:
+    def load(self) -> list[Example]:
         """Generates the puzzles; raises DataError where so many are not found."""
+        source = f"countdown of {self.numbers} numbers to {self.largest}"
         puzzles = arithmetic.distinct(
             lambda rng: _sample(rng, self.numbers, self.largest),
             self.count,
             self.seed,
             split=self.split,
-            source=f"countdown of {self.numbers} numbers to {self.largest}",
+            source=source,
         )
-        rows = Rows(f"countdown ({self.split})", "row", "error")
-        for row, puzzle in enumerate(puzzles):
-            with rows.reading(row):
-                prompt = templated(puzzle.question, self.template or "dapo")
-                rows.add(row, prompt, str(puzzle.target), {"numbers": puzzle.numbers})
-        return rows.result()
+        return [
+            Example(
+                templated(puzzle.question, self.template or "dapo"),
+                str(puzzle.target),
+                source,
+                row,
+                {"numbers": puzzle.numbers},
+            )
+            for row, puzzle in enumerate(puzzles)
+        ]
 
     def grade(self, response: str, example: Example) -> Verdict:
         """Grades the expression on the last line "Answer: ..."; "= target" may follow it."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from dapo_jax.tasks.arithmetic import TEST_SHARE, is_of
-from dapo_jax.tasks.rows import DataError, DataReport, Rows
+from dapo_jax.tasks.rows import DataError
 from dapo_jax.tasks.templates import templated
 from dapo_jax.types import Example, Verdict
 from dapo_jax.verifier import isolated
@@ -44,16 +44,15 @@ class ReasoningGym:
     split: str = "train"
     config: Mapping = dataclasses.field(default_factory=dict)
 
-    def load(self) -> tuple[list[Example], DataReport]:
+    def load(self) -> list[Example]:
         """Generates the problems; DataError without the package, or for wrong arguments."""
         entries = _generated(self.name, self.count, self.seed, self.split, dict(self.config))
-        rows = Rows(f"{self.name} (reasoning-gym, {self.split})", "row", "error")
-        for row, entry in enumerate(entries):
-            with rows.reading(row):
-                answer = entry["answer"]  # some have none: their scorers know what is right
-                text = "" if answer is None else str(answer)
-                rows.add(row, templated(entry["question"], TEMPLATE), text, entry)
-        return rows.result()
+        # Some have no answer: their scorers know what is right.
+        answers = ["" if entry["answer"] is None else str(entry["answer"]) for entry in entries]
+        return [
+            Example(templated(entry["question"], TEMPLATE), answer, self.name, row, entry)
+            for row, (entry, answer) in enumerate(zip(entries, answers, strict=True))
+        ]
 
     def grade(self, response: str, example: Example) -> Verdict:
         """Grades one response."""

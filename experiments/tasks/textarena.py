@@ -10,7 +10,6 @@ import random
 import threading
 from collections.abc import Iterator
 
-from dapo_jax.tasks.rows import Columns, DataReport, Rows
 from dapo_jax.tasks.templates import templated
 from dapo_jax.types import Example, Verdict
 
@@ -31,15 +30,14 @@ class Games:
     seed: int = 0
     split: str = "train"
 
-    def load(self) -> tuple[list[Example], DataReport]:
+    def load(self) -> list[Example]:
         """Lists the games by their seeds."""
-        rows = Rows(f"{self.game} (textarena, {self.split})", "row", "error")
-        for row in range(self.count):
-            seed = 2 * (self.seed * self.count + row) + (self.split == "test")
-            with rows.reading(row):
-                columns = Columns(game=self.game, seed=seed)
-                rows.add(row, templated(self.prompt, "none"), "", columns)
-        return rows.result()
+        first = 2 * self.seed * self.count + (self.split == "test")
+        prompt = templated(self.prompt, "none")
+        return [
+            Example(prompt, "", self.game, row, {"game": self.game, "seed": first + 2 * row})
+            for row in range(self.count)
+        ]
 
     def grade(self, response: str, example: Example) -> Verdict:
         """Is not asked: the environment rewards its episodes."""
