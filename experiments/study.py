@@ -8,6 +8,7 @@ into experiments/NAME, beside those of other seeds. Both write result.md and fig
 rows.jsonl.gz. experiments/NAME/study.py has the Study. The exit status is the sweep's.
 """
 
+import collections
 import dataclasses
 import functools
 import importlib
@@ -20,7 +21,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from absl import app, flags
-from scipy import stats
 
 from configs.base import KEYS
 from dapo_jax.logs.files import write_file
@@ -29,7 +29,6 @@ from dapo_jax.report import compare, plots, statistics
 from dapo_jax.report.compare import Quantity, numbers, values
 from dapo_jax.report.rows import read_rows_file, write_rows
 from dapo_jax.report.runs import Run, by_arm, commit_text, flatten, sweep_label
-from dapo_jax.report.statistics import Interval
 from dapo_jax.sweep import plan as plans
 from dapo_jax.sweep.__main__ import sweep
 
@@ -53,7 +52,6 @@ CLIPPED = tuple(
     for bound in ("high", "low")
 )
 ALPHA = 1 - statistics.CONFIDENCE
-POST_HOC = "post hoc"  # asked when the runs were there, to explain them
 table = functools.partial(compare.table, aligned=False)  # of a page
 HOW_TO_READ = "[how to read it](../README.md#how-to-read-a-result)"
 
@@ -67,28 +65,6 @@ class Claim:
     sign: int
     than: str
 
-    @property
-    def text(self) -> str:
-        """The prediction in words, behind its quantity."""
-        return f"{self.arm} {'above' if self.sign > 0 else 'below'} {self.than}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Trend:
-    """A quantity over arms in an order, by Page's test (1963) on the ranks within each seed."""
-
-    quantity: Quantity
-    arms: Sequence[str]
-
-    def p(self, arms: Mapping[str, Mapping[int, Run]], seeds: int) -> float:
-        """The two-sided p-value; NaN while a seed is missing."""
-        found = [numbers(values(self.quantity, arms.get(arm, {}))) for arm in self.arms]
-        if any(len(numbers_S) < seeds for numbers_S in found):
-            return math.nan
-        value_SA = np.stack(found, axis=1)
-        ways = (value_SA, value_SA[:, ::-1])
-        return min(1.0, 2 * min(stats.page_trend_test(way).pvalue for way in ways))
-
 
 @dataclasses.dataclass(frozen=True)
 class Study:
@@ -98,7 +74,7 @@ class Study:
     `dapo_jax.sweep` takes them. settings: of all arms, dotted key -> value as text. quantities: the
     columns of the table. drawn: keys of the figure's curves, metrics or eval/<set>/<score>, with
     their titles; over_tokens: over the tokens sampled so far and not over the steps. claims: made
-    before the runs. post_hoc, trends: asked once they were there, to explain them.
+    before the runs. post_hoc: asked once they were there, to explain them.
     """
 
     title: str
@@ -108,7 +84,6 @@ class Study:
     drawn: Mapping[str, str]
     claims: Sequence[Claim]
     post_hoc: Sequence[Claim] = ()
-    trends: Sequence[Trend] = ()
     settings: dict[str, str] = dataclasses.field(default_factory=dict)
     over_tokens: bool = False
     seeds: Sequence[int] = tuple(range(5))
@@ -190,18 +165,6 @@ def load(name: str) -> Study | Measured:
     return importlib.import_module(f"experiments.{name}.study").STUDY
 
 
-def verdict(claim: Claim, paired: Interval, p: float, words=("confirmed", "refuted")) -> str:
-    """Says if the runs bear a claim out or speak against it; incomplete while a seed is missing.
-
-    p: corrected, of the pooled difference. words: of a claim that both tests agree on.
-    """
-    if math.isnan(p):
-        return "incomplete"
-    if not (p < ALPHA and paired.excludes_zero):
-        return "not significant"
-    return words[0] if paired.difference * claim.sign > 0 else words[1]
-
-
 def result(study: Study, runs: Mapping[str, Run]) -> str:
     """The study's tables as Markdown: each arm's quantities, each claim with its interval."""
     kept, missing = study.finished(runs)
@@ -211,24 +174,15 @@ def result(study: Study, runs: Mapping[str, Run]) -> str:
         lines += [f"Missing: {'; '.join(missing)}.", ""]
     lines += _means(study, arms, kept)
     seeds, claims = len(study.seeds), [*study.claims, *study.post_hoc]
-    pooled = [_pooled(claim, arms, seeds) for claim in claims]
-    trend_p = [trend.p(arms, seeds) for trend in study.trends]
-    n = len(study.claims)
-    of_all = statistics.holm([*(interval.p for interval in pooled), *trend_p])
-    held = [*statistics.holm([interval.p for interval in pooled[:n]]), *of_all[n : len(claims)]]
+    p_N, n = [_p(claim, arms, seeds) for claim in claims], len(study.claims)
+    held_N = [*statistics.holm(p_N[:n]), *statistics.holm(p_N)[n:]]
     words = [("confirmed", "refuted")] * n
     words += [("significant", "significant, reversed")] * len(study.post_hoc)
-    rows = [_judged(*claim, arms) for claim in zip(claims, held, words, strict=True)]
+    rows = [_judged(*claim, arms) for claim in zip(claims, held_N, words, strict=True)]
     heads = ["difference, paired by seed", "p, Holm", "verdict"]
-    for head, part in (("prediction", rows[:n]), (POST_HOC, rows[n:])):
+    for head, part in (("prediction", rows[:n]), ("post hoc", rows[n:])):
         if part:
             lines += ["", *table(["quantity", head, *heads], said_once(part))]
-    if study.trends:
-        rows = [
-            [trend.quantity.name, f"{trend.arms[0]} to {trend.arms[-1]}", p_text(p), p_text(holm)]
-            for trend, p, holm in zip(study.trends, trend_p, of_all[len(claims) :], strict=True)
-        ]
-        lines += ["", *table(["quantity", f"trend, {POST_HOC}", "p, Page", "p, Holm"], rows)]
     return "\n".join([*lines, "", _origin(kept), ""])
 
 
@@ -260,32 +214,33 @@ def said_once(rows: Sequence[Sequence[str]]) -> list[list[str]]:
     ]
 
 
-def p_text(p: float) -> str:
-    """A p-value to three digits; '-' for NaN."""
-    return "-" if math.isnan(p) else "< 0.001" if p < 0.001 else f"{p:.3f}"
-
-
-def _pooled(claim: Claim, arms: Mapping[str, Mapping[int, Run]], seeds: int) -> Interval:
-    """The claim's pooled interval, of the arms that have all seeds; NaN if its own do not."""
+def _p(claim: Claim, arms: Mapping[str, Mapping[int, Run]], seeds: int) -> float:
+    """The p-value by the scatter of the arms that have all seeds; NaN if its own do not."""
     found = {arm: numbers(values(claim.quantity, of_arm)) for arm, of_arm in arms.items()}
     whole = [arm for arm, numbers_S in found.items() if len(numbers_S) == seeds]
     if not {claim.arm, claim.than} <= set(whole):
-        return Interval(math.nan)
+        return math.nan
     value_AS = np.stack([found[arm] for arm in whole])
-    return statistics.pooled_interval(value_AS, whole.index(claim.arm), whole.index(claim.than))
+    return statistics.pooled_interval(value_AS, whole.index(claim.arm), whole.index(claim.than)).p
 
 
 def _judged(claim: Claim, p: float, words, arms: Mapping[str, Mapping[int, Run]]) -> list[str]:
-    """The cells of a claim."""
+    """The cells of a claim, which both tests have to bear out or to speak against.
+
+    p: corrected; NaN while a seed is missing. words: for either verdict.
+    """
     ours, theirs = (values(claim.quantity, arms.get(a, {})) for a in (claim.arm, claim.than))
     _, found = compare.paired(ours, theirs)
+    verdict = "incomplete" if math.isnan(p) else "not significant"
+    if p < ALPHA and found.excludes_zero:
+        verdict = words[found.difference * claim.sign < 0]
     difference = compare.signed(claim.quantity, found.difference)
     return [
         claim.quantity.name,
-        claim.text,
+        f"{claim.arm} {'above' if claim.sign > 0 else 'below'} {claim.than}",
         f"{difference} {compare.interval_text(claim.quantity, found)}",
-        p_text(p),
-        verdict(claim, found, p, words),
+        "-" if math.isnan(p) else "< 0.001" if p < 0.001 else f"{p:.3f}",
+        verdict,
     ]
 
 
@@ -321,8 +276,7 @@ def figure(study: Study, runs: Mapping[str, Run]) -> plots.Figure:
     """The study's curves."""
     kept, _ = study.finished(runs)
     seeds = len({run.seed for run in kept.values()})
-    over = f"\nmeans over {seeds} seeds, bands from the lowest to the highest" if seeds > 1 else ""
-    title = study.title + over
+    title = f"{study.title}\nmeans over {seeds} seeds, bands from the lowest to the highest"
     return plots.chosen(kept, panels(study.drawn), title=title, over_tokens=study.over_tokens)
 
 
@@ -337,12 +291,35 @@ def add_rows(study: Study, made: pathlib.Path, folder: pathlib.Path) -> None:
 def look_into(
     file: pathlib.Path,
     measure: Callable[[pathlib.Path], list[dict]],
-    result: Callable[[list[dict]], str],
+    quantities: Sequence[Quantity],
+    arms: Sequence[str],
+    compared: Sequence[tuple[str, str]],
 ) -> None:
-    """Prints the result of a file's rows, one a line; with --workdir, measures them there first."""
+    """Prints tables of a file's rows; with --workdir, measures them there first.
+
+    quantities: of a row, which has its "arm" and "seed". The tables are the arms' means over the
+    seeds, and the differences of the compared arms, paired by seed.
+    """
     if flags.FLAGS.workdir:
         write_lines(file, measure(pathlib.Path(flags.FLAGS.workdir)))
-    print(result(read_lines(file)))
+    of_arm, names = collections.defaultdict(dict), [quantity.name for quantity in quantities]
+    for row in read_lines(file):
+        of_arm[row["arm"]][row["seed"]] = row
+
+    def difference(quantity: Quantity, *pair: str) -> str:
+        shared, found = compare.paired(*(values(quantity, of_arm[arm]) for arm in pair))
+        bounds = compare.interval_text(quantity, found)
+        return f"{compare.signed(quantity, found.difference)} {bounds}" if shared else "-"
+
+    means = [
+        [arm, *(compare.spread_text(it, values(it, of_arm[arm])) for it in quantities)]
+        for arm in arms
+    ]
+    differences = [
+        [" - ".join(pair), *(difference(it, *pair) for it in quantities)] for pair in compared
+    ]
+    tables = (("arm", means), ("difference", differences))
+    print("\n\n".join("\n".join(compare.table([head, *names], rows)) for head, rows in tables))
 
 
 def read_lines(file: pathlib.Path) -> list[dict]:

@@ -1,15 +1,14 @@
 """Studies (experiments/study.py): their sweeps can start; their results follow from their rows."""
 
 import dataclasses
-import math
 
 import pytest
 
-from dapo_jax.report.compare import by_arm, last
+from dapo_jax.report.compare import last
 from dapo_jax.report.rows import read_rows_file, write_rows
 from dapo_jax.report.runs import Run
 from experiments import study
-from experiments.study import Claim, Study, Trend
+from experiments.study import Claim, Study
 
 ENTROPY = last("entropy", "entropy", form="{:.3f}")
 NAMES = sorted(file.parent.name for file in study.HERE.glob("*/study.py"))
@@ -27,7 +26,7 @@ def test_the_committed_result_is_what_the_committed_rows_give(name):
     assert made.finished(runs)[1] == []
     assert len(made.seeds) >= 3
     assert len(study.panels(made.drawn)) == len(made.drawn)
-    for claim in (*made.claims, *made.post_hoc, *made.trends):
+    for claim in (*made.claims, *made.post_hoc):
         assert claim.quantity in made.quantities
 
 
@@ -64,16 +63,6 @@ def test_a_result_by_hand():
     # t = 2 sqrt(3), twice
     assert "|entropy|b above a|+2.000 [-0.484, +4.484]|0.148|not significant|" in text
     assert "||a above b|-2.000 [-4.484, +0.484]|0.148|not significant|" in text
-
-
-def test_a_trend_over_arms_in_order():
-    """Page's test: with 5 seeds of 3 arms in order L = 70, p = (1 / 6)^5; twice that two-sided."""
-    arms = by_arm(_runs("abc", range(5), lambda arm, seed: 10.0 * seed + "abc".index(arm)))
-    for names in ("abc", "cba"):
-        assert Trend(ENTROPY, names).p(arms, 5) == pytest.approx(2 / 6**5)
-    assert Trend(ENTROPY, "bac").p(arms, 5) > 0.05
-    del arms["b"][3]
-    assert math.isnan(Trend(ENTROPY, "abc").p(arms, 5))
 
 
 def test_what_is_not_the_studys_is_left_out_and_said():

@@ -49,10 +49,3 @@ STUDY = Study(
     ],
     seeds=(0, 1, 2),
 )
-COMPARED = (
-    ("bfloat16_before", "float32"),
-    ("bfloat16", "float32"),
-    ("bfloat16", "bfloat16_before"),
-    ("learner", "bfloat16"),
-    ("tis", "bfloat16"),
-)

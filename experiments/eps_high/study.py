@@ -6,7 +6,7 @@ import numpy as np
 
 from dapo_jax.report.compare import Quantity, final_score, last, mean
 from dapo_jax.report.runs import column
-from experiments.study import CLIPPED, Claim, Study, Trend, titled
+from experiments.study import CLIPPED, Claim, Study, titled
 
 
 def half_reached(run) -> float:
@@ -100,9 +100,5 @@ STUDY = Study(
             *((arm, "eps_high=0.28") for arm in FASTER),
             (NO_CLIP, "eps_high=0.8"),
         )
-    ],
-    trends=[
-        Trend(quantity, [f"eps_high={eps}" for eps in EPS])
-        for quantity in (HALF, TOKENS_HALF, ENTROPY, MEAN_ACCURACY, ACCURACY)
     ],
 )

@@ -4,7 +4,7 @@
     python -m experiments.overlong.texts
 
 The first reads the evaluations before and after each run of the study in DIR and writes
-texts.jsonl; both print the table of it: means over the seeds, and the differences from the arm that
+texts.jsonl; both print tables of it: means over the seeds, and differences from the arm that
 punishes.
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 from absl import app, flags
 
 from dapo_jax.logs.files import read_rollouts
-from dapo_jax.report.compare import Quantity, interval_text, paired, spread_text, table
+from dapo_jax.report.compare import Quantity
 from experiments.overlong.study import STUDY
 from experiments.study import look_into
 
@@ -68,25 +68,9 @@ def rows_of(workdir: pathlib.Path) -> list[dict]:
     return rows
 
 
-def result(rows: list[dict]) -> str:
-    """The table as Markdown."""
-    lines = []
-    for arm in (START, *STUDY.arms):
-        cells = [arm]
-        for quantity in MEASURES:
-            ours, theirs = (
-                {row["seed"]: quantity.value(row) for row in rows if row["arm"] == a}
-                for a in (arm, FIRST)
-            )
-            less = interval_text(quantity, paired(ours, theirs)[1])
-            text = spread_text(quantity, ours)
-            cells.append(text if arm in (START, FIRST) else f"{text} {less}")
-        lines.append(cells)
-    return "\n".join(table(["arm", *(quantity.name for quantity in MEASURES)], lines))
-
-
 def main(_):
-    look_into(FILE, rows_of, result)
+    others = [(arm, FIRST) for arm in STUDY.arms if arm != FIRST]
+    look_into(FILE, rows_of, MEASURES, (START, *STUDY.arms), others)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from configs import smollm2_135m, tiny
-from dapo_jax import algorithm, learner, logprobs, train
+from dapo_jax import algorithm, learner, train
 from dapo_jax.checkpoints.progress import Progress
 from dapo_jax.logs.metrics import Stopwatch
 from dapo_jax.process import hosts
@@ -157,37 +157,31 @@ class Step:
         """
         signs_MBT = np.random.default_rng(seed).choice(np.float32([-1, 1]), batch.weight_BT.shape)
         signs_MBT = jnp.asarray(np.where(trained(batch), signs_MBT, 0))
-        return jax.tree.map(np.square, jax.device_get(self._signed(params, batch, signs_MBT)))
+        batch = dataclasses.replace(batch, weight_BT=signs_MBT)
+        return jax.tree.map(np.square, jax.device_get(self._gradient(params, batch)))
 
     @functools.cached_property
-    def _signed(self) -> Callable:
+    def _gradient(self) -> Callable:
         programs = self.run.programs
+        learning = dataclasses.replace(programs.learning, policy_loss=f"{__name__}:own_log_p")
         graph, _ = abstract_params(programs.sizes)
-        of = {"graph": graph, "mesh": programs.mesh, "learning": programs.learning}
-        s = programs.learning
-        softmax = logprobs.Softmax(s.temperature, s.vocab_size, programs.mesh)
+        of = {"graph": graph, "mesh": programs.mesh, "learning": learning}
+        of_micro = jax.grad(functools.partial(learner.micro_batch_loss, **of), has_aux=True)
 
-        def of_micro(params, micro, signs_BT):
-            x_BTD, head_DV, _ = learner.forward(params, None, micro, **of)
-            total, *_ = logprobs.head_loss(
-                x_BTD,
-                head_DV,
-                micro.target_BT,
-                signs_BT,
-                lambda logp, sign: (sign * logp, {}),
-                softmax,
-            )
-            return total
-
-        def whole(params, batch, signs_MBT):
+        def whole(params, batch):
             def add(i, total):
-                micro = learner.micro_batch(batch, i)
-                return jax.tree.map(jnp.add, total, jax.grad(of_micro)(params, micro, signs_MBT[i]))
+                gradient, _ = of_micro(params, None, learner.micro_batch(batch, i))
+                return jax.tree.map(jnp.add, total, gradient)
 
             zero = jax.tree.map(jnp.zeros_like, params)
             return jax.lax.fori_loop(0, batch.num_micro, add, zero)
 
         return jax.jit(whole)
+
+
+def own_log_p(compared, logp, token: Batch, learning):
+    """Makes a token's log p its loss, as algo.policy_loss takes one."""
+    return logp, {}
 
 
 def trained(batch: Batch) -> np.ndarray:
@@ -257,7 +251,7 @@ def of_start(step: Step, params, grid: str, rates: Sequence[float]) -> Iterator[
     count_U = [int(trained(batch).sum()) for batch in step.batches]
     later = list(enumerate(step.batches))[1:]  # at the first every ratio is 1
     squares = {u: step.squared_gradients(params, batch, seed=u) for u, batch in later}
-    old, shapes = {}, {}
+    old = {}
     for arm in arms(SPLIT_RATE, grid):
         weights = rounded(params, arm[0])
         old[arm] = {u: step.log_p[arm[1]](weights, batch) for u, batch in later}
@@ -276,13 +270,7 @@ def of_start(step: Step, params, grid: str, rates: Sequence[float]) -> Iterator[
             row |= described(log_r[arm], exact_N, advantage_N)
             if arm[0] in EXPLICIT_BITS and not arm[1]:
                 total = sum(variance(params, path[u], squares[u], arm[0]) for u, _ in later)
-                std, extra_N = np.sqrt(total / sum(count_U)), log_r[arm] - exact_N
-                # The extra's shape is that of the lowest rate; each token gets another one's.
-                shape_N = np.random.default_rng(0).permutation(extra_N / extra_N.std())
-                shapes.setdefault(arm, shape_N)
-                drawn = clipped(exact_N + std * shapes[arm], advantage_N)
-                row |= {"formula_std": float(std)}
-                row |= {f"formula_{bound}": share for bound, share in drawn.items()}
+                row |= {"formula_std": float(np.sqrt(total / sum(count_U)))}
             print(row, flush=True)
             yield row
 
@@ -304,19 +292,14 @@ def changed(one, other) -> float:
     return float(sum(np.sum(a != b) for a, b in pairs) / sum(a.size for a, _ in pairs))
 
 
-def clipped(log_r_N, advantage_N) -> dict[str, float]:
-    """Returns the shares of tokens that Eq. 8 clips, by bound."""
-    bounds = {"eps_low": 0.2, "eps_high": 0.28, "dual_clip": 10.0}
-    found = algorithm.clip_indicators(log_r_N, np.zeros_like(log_r_N), advantage_N, **bounds)
-    return {bound: float(np.mean(np.asarray(found[bound]))) for bound in ("low", "high")}
-
-
 def described(log_r_N, exact_N, advantage_N) -> dict[str, float]:
-    """Describes log r: its size, how it scatters about float32's, and what is clipped."""
+    """Describes log r: its size, how it scatters about float32's, and what Eq. 8 clips of it."""
+    bounds = {"eps_low": 0.2, "eps_high": 0.28, "dual_clip": 10.0}
+    held = algorithm.clip_indicators(log_r_N, np.zeros_like(log_r_N), advantage_N, **bounds)
     return {
         "mean": float(np.abs(log_r_N).mean()),
         "extra_std": float((log_r_N - exact_N).std()),
-        **clipped(log_r_N, advantage_N),
+        **{bound: float(np.mean(np.asarray(held[bound]))) for bound in ("low", "high")},
     }
 
 

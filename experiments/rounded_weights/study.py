@@ -21,16 +21,6 @@ COLUMNS = {  # heading -> (key of a row, format); a row without it has "-"
     "extra": ("extra_std", "{:.2g}"),
     "formula": ("formula_std", "{:.2g}"),
 }
-RATE_COLUMNS = {  # heading -> (weights, heading of COLUMNS)
-    f"{weights}: {column}": (weights, column)
-    for column, of in (
-        ("mean abs log r", ("float32", "bfloat16")),
-        ("clipped low", ("float32", "bfloat16")),
-        ("extra", ("bfloat16", "float16")),
-        ("formula", ("bfloat16", "float16")),
-    )
-    for weights in of
-}
 
 
 def arms_of(rows: Sequence[dict]) -> dict[tuple, list[dict]]:
@@ -44,39 +34,23 @@ def arms_of(rows: Sequence[dict]) -> dict[tuple, list[dict]]:
 
 def mean(rows: Sequence[dict], *keys: str) -> float:
     """Averages the sum of these keys over the seeds; NaN where no row has them."""
-    if not rows or not set(keys) <= set(rows[0]):
+    if not set(keys) <= set(rows[0]):
         return float("nan")
     return float(np.mean([sum(row[key] for key in keys) for row in rows]))
 
 
-def text(rows: Sequence[dict], column: str) -> str:
-    """A cell: the mean over the seeds; "-" where there is none."""
-    key, form = COLUMNS[column]
-    found = mean(rows, key)
-    return "-" if np.isnan(found) else form.format(found)
-
-
 def result(rows: Sequence[dict]) -> str:
-    """Two tables of means over the seeds: all arms at one rate, some numbers at every rate."""
-    arms, seeds = arms_of(rows), len({row["seed"] for row in rows})
-    at_one = [
-        [TITLES[model], STARTS[start], weights, its, *(text(found, name) for name in COLUMNS)]
-        for (model, start, rate, weights, its), found in arms.items()
+    """A table of means over the seeds, of all arms at one rate; the figure has the other rates."""
+    cells = [
+        [TITLES[model], STARTS[start], weights, activations]
+        + [
+            "-" if np.isnan(found := mean(of_arm, key)) else form.format(found)
+            for key, form in COLUMNS.values()
+        ]
+        for (model, start, rate, weights, activations), of_arm in arms_of(rows).items()
         if rate == SPLIT_RATE
     ]
-    rates = dict.fromkeys(key[:3] for key in arms)
-    at_all = [
-        [
-            TITLES[model],
-            STARTS[start],
-            f"{rate:.0e}",
-            *(
-                text(arms.get((model, start, rate, weights, "float32"), []), column)
-                for weights, column in RATE_COLUMNS.values()
-            ),
-        ]
-        for model, start, rate in rates
-    ]
+    seeds = len({row["seed"] for row in rows})
     lines = [
         f"# {TITLE}",
         "",
@@ -86,11 +60,7 @@ def result(rows: Sequence[dict]) -> str:
         "",
         f"At a learning rate of {SPLIT_RATE:.0e}:",
         "",
-        *table(["model", "start", "weights", "activations", *COLUMNS], at_one),
-        "",
-        "At all rates, with activations in float32:",
-        "",
-        *table(["model", "start", "rate", *RATE_COLUMNS], at_all),
+        *table(["model", "start", "weights", "activations", *COLUMNS], cells),
         "",
     ]
     return "\n".join(lines)
@@ -121,10 +91,8 @@ def _draw(model: str, arms, clip, extra, start) -> None:
     for weights in COLORS:
         line(clip, OFF, weights, "low", "high", marker="o", label=weights)
     for weights in ("bfloat16", "float16"):
-        formula = {"ls": ":", "label": f"{weights}, formula"}
-        line(clip, OFF, weights, "formula_low", "formula_high", **formula)
         line(extra, OFF, weights, "extra_std", marker="o", label=weights)
-        line(extra, OFF, weights, "formula_std", **formula)
+        line(extra, OFF, weights, "formula_std", ls=":", label=f"{weights}, formula")
     for grid, style in ((OFF, "-"), (ON, "--")):
         for weights in ("float32", "bfloat16", "dithered"):
             how = {"ls": style, "marker": "o", "label": f"{weights}, start {grid} the grid"}

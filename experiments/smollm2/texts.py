@@ -28,7 +28,7 @@ from dapo_jax import learner
 from dapo_jax.checkpoints.store import Checkpoints
 from dapo_jax.logprobs import Softmax, chosen_logprobs
 from dapo_jax.logs.files import read_json, read_rollouts
-from dapo_jax.report.compare import Quantity, interval_text, paired, signed, spread_text, table
+from dapo_jax.report.compare import Quantity
 from dapo_jax.setup import auto_sizes, components, policy
 from dapo_jax.sweep.runner import is_done
 from dapo_jax.types import Batch, Group, Response
@@ -105,13 +105,13 @@ def measure_of(of: components.Programs) -> Callable[[dict, Batch], jax.Array]:
     return jax.jit(sums)
 
 
-def rows_of(workdir: pathlib.Path, *, of_study, file: pathlib.Path) -> list[dict]:
+def rows_of(workdir: pathlib.Path, *, of_study: study.Study, file: pathlib.Path) -> list[dict]:
     """A row for the policy of each finished run, and one a seed for the start policy.
 
     Rows in the file of arms and seeds that have no run in the folder stay as they are.
     """
-    points, steps = of_study.STUDY.plan().points(workdir), int(of_study.STUDY.settings["num_steps"])
-    runs = [p for p in points if is_done(p)]
+    steps = int(of_study.settings["num_steps"])
+    runs = [point for point in of_study.plan().points(workdir) if is_done(point)]
     if not runs:
         raise ValueError(f"--workdir={workdir} has no finished run of the study")
     config = policy.run_config(runs[0].workdir, trust_code=True)
@@ -150,29 +150,6 @@ def rows_of(workdir: pathlib.Path, *, of_study, file: pathlib.Path) -> list[dict
     return sorted(rows.values(), key=operator.itemgetter("seed"))
 
 
-def result(rows: list[dict], *, of_study) -> str:
-    """The tables as Markdown."""
-    names = [quantity.name for quantity in MEASURES]
-
-    def values(quantity: Quantity, arm: str) -> dict[int, float]:
-        return {row["seed"]: quantity.value(row) for row in rows if row["arm"] == arm}
-
-    means = [
-        [arm, *(spread_text(quantity, values(quantity, arm)) for quantity in MEASURES)]
-        for arm in (START, *of_study.STUDY.arms)
-    ]
-    differences = []
-    for arm, than in of_study.COMPARED:
-        cells = [f"{arm} - {than}"]
-        for quantity in MEASURES:
-            pairs, found = paired(values(quantity, arm), values(quantity, than))
-            text = f"{signed(quantity, found.difference)} {interval_text(quantity, found)}"
-            cells.append(text if pairs else "-")
-        differences.append(cells)
-    tables = [*table(["arm", *names], means), "", *table(["difference", *names], differences)]
-    return "\n".join(tables)
-
-
 def main(argv: Sequence[str]) -> None:
     name = argv[1] if len(argv) == 2 else ""
     try:
@@ -181,11 +158,9 @@ def main(argv: Sequence[str]) -> None:
         file = study.HERE / name / FILE
         if not hasattr(of_study, "COMPARED"):
             raise ValueError(f"{name} is a study without texts (its study.py has no COMPARED)")
-        study.look_into(
-            file,
-            functools.partial(rows_of, of_study=of_study, file=file),
-            functools.partial(result, of_study=of_study),
-        )
+        measure = functools.partial(rows_of, of_study=of_study.STUDY, file=file)
+        arms = (START, *of_study.STUDY.arms)
+        study.look_into(file, measure, MEASURES, arms, of_study.COMPARED)
     except ValueError as error:
         sys.exit(f"experiments.smollm2.texts: {error}")
 
