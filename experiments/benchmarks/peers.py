@@ -90,9 +90,7 @@ def theirs(size: str, new_tokens: int) -> dict[str, float]:
     work |= {"layers": c.num_layers, "width": c.width, "heads": c.num_heads}
     work |= {"kv": c.num_kv_heads, "mlp": c.mlp_width, "vocab": c.vocab_size}
     command = [FLAGS.torch_python, str(pathlib.Path(FLAGS.peers) / "bench_torch.py")]
-    command += [
-        word for k, v in (work | {"iters": FLAGS.repeats}).items() for word in (f"--{k}", str(v))
-    ]
+    command += [f"--{k}={v}" for k, v in (work | {"iters": FLAGS.repeats}).items()]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     found = json.loads([line for line in run.stdout.splitlines() if line.startswith("{")][-1])
     sampling = PROMPTS * GROUP * new_tokens / found["rollout_tokens_per_s"]

@@ -115,7 +115,8 @@ class Forks(MathTask):
         Measures: `loop_lines`, and of a road problem `right_road`, 0 or 1.
         """
         verdict = super().grade(response, example)
-        measures = {"loop_lines": len(loop_lines(response))}
+        looping = [line for line in response.split("\n") if line.startswith("What?")]
+        measures = {"loop_lines": len(looping)}
         if example.extra["kind"] == "road":
             is_safe = on_right_road(response)
             measures["right_road"] = int(is_safe)
@@ -138,11 +139,6 @@ def on_right_road(response: str) -> bool:
     """Says whether it begins with a plan whose first two words are the rare ones."""
     plan = _PLAN_LINE.match(response)
     return plan is not None and plan.groups()[:2] == (PLAN[0][-1], PLAN[1][-1])
-
-
-def loop_lines(response: str) -> list[str]:
-    """The lines of a response that go over a step again and again."""
-    return [line for line in response.split("\n") if line.startswith("What?")]
 
 
 def solution(problem: Problem, rng: np.random.Generator) -> str:
