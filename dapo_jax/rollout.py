@@ -10,7 +10,7 @@ import numpy as np
 from dapo_jax.algorithm import above_lowest, first_informative, informative_groups, shaped_reward
 from dapo_jax.grading import Graded, Grading
 from dapo_jax.sampler.session import Session
-from dapo_jax.types import TRAINING, Group, PartialGroup, Prompt, Rollouts, RolloutStats
+from dapo_jax.types import TRAINING, Group, PartialGroup, Prompt, Rollouts
 
 # Of the slots are idle when partial rollouts issue prompts: a prefill of one costs as
 # much as one of many.
@@ -92,14 +92,14 @@ def collect(
     kept = first_informative(success_PG, num_prompts=plan.num_prompts)
     if not plan.dynamic_sampling:
         kept = np.arange(min(plan.num_prompts, len(sampled)))
-    requests = step.issued * plan.group_size
+    requests, seconds = step.issued * plan.group_size, session.stats.seconds | grading.seconds
     return Rollouts(
         sampled=sampled,
         kept=kept,
         informative=informative_groups(success_PG),
         cursor=end,
         issued=len(sampled) if keeps else step.issued,
-        stats=rollout_stats(session, requests=requests, grading_seconds=grading.seconds),
+        stats=dataclasses.replace(session.stats, requests=requests, seconds=seconds),
         partial=go_on,
         continued_tokens=sum(it.tokens for it in partial),
     )
@@ -253,25 +253,3 @@ def success_by(filter_groups: str, **overlong) -> Callable[[Group], np.ndarray]:
         return above_lowest(reward_G[None])[0]
 
     return {"correctness": operator.attrgetter("correct_G"), "reward": by_reward}[filter_groups]
-
-
-def rollout_stats(
-    session: Session, *, requests: int, grading_seconds: dict[str, float]
-) -> RolloutStats:
-    """Adds up the session's blocks: the tokens of training, the work of all streams."""
-    blocks = session.blocks
-    steps_N = np.array([block.steps * block.slots for block in blocks], int)
-    busy_N = np.array([block.useful_N.sum() for block in blocks], int)
-    waiting_N = np.array([block.waiting for block in blocks], bool)
-    return RolloutStats(
-        sampled_tokens=sum(int(b.useful_N[b.stream_N == TRAINING].sum()) for b in blocks),
-        decode_steps=sum(block.steps for block in blocks),
-        slot_steps=int(steps_N.sum()),
-        busy_slot_steps=int(busy_N.sum()),
-        waiting_slot_steps=int(steps_N[waiting_N].sum()),
-        busy_waiting_slot_steps=int(busy_N[waiting_N].sum()),
-        requests=requests,
-        prefilled_prompts=session.prefilled_prompts,
-        cache_use=max((block.cache_use for block in blocks), default=0.0),
-        seconds=session.seconds | grading_seconds,
-    )

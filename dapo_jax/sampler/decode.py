@@ -33,7 +33,6 @@ class Sampling:
     top_p: float
     top_k: int
     stop_ids: tuple[int, ...]
-    pad_id: int
     vocab_size: int
 
 
@@ -233,7 +232,7 @@ def decode_block(
         row["active"] > 0,
         row["token"],
         [(jnp.zeros((B, K, H, S), dtype), jnp.zeros((B, K, S, H), dtype)) for _ in pages],
-        jnp.full((S, B), samplings[0].pad_id, jnp.int32),
+        jnp.zeros((S, B), jnp.int32),
         jnp.zeros((S, B), jnp.float32),
         jnp.zeros((S, B, *config.routes), jnp.uint8) if config.routes else None,
     )

@@ -91,13 +91,12 @@ def prefill_calls(
 
 
 class Moves(NamedTuple):
-    """Samples that go to other shards before a block, and the pages that are copied for it.
+    """The pages that are copied before a block, for samples that go to other shards.
 
-    int32 [*, 4]: from which shard and slot (or page) to which shard and slot (or page). A copy is
-    never of a page that another copy fills.
+    int32 [M, 4]: from which shard and page to which shard and page. A copy is never of a page that
+    another copy fills.
     """
 
-    slots_N4: np.ndarray
     prompt_pages_M4: np.ndarray
     pages_M4: np.ndarray
 
@@ -109,8 +108,9 @@ class Plan:
     prefills: of prompts; recomputes: of partial responses, into the pages of samples that were just
     admitted. preempted: samples that lost their slots and continue later from these tokens.
     sampled_N: tokens of the sample before the block. left_N: tokens until the limit. page_N: the
-    slot's own page that the block writes to. waiting: whether samples are left to fill slots with.
-    cache_use: the share of response pages that are taken, on the fullest shard.
+    slot's own page that the block writes to; newest_page_N: that of its newest token. waiting:
+    whether samples are left to fill slots with. cache_use: the share of response pages that are
+    taken, on the fullest shard.
     """
 
     prefills: list[Prefill]
@@ -124,6 +124,7 @@ class Plan:
     sampled_N: np.ndarray
     left_N: np.ndarray
     page_N: np.ndarray
+    newest_page_N: np.ndarray
     waiting: bool
     cache_use: float
 
@@ -167,8 +168,8 @@ def block_table(
     row_N = np.empty_like(shard_N)
     row_N[np.lexsort((behind_N, shard_N))] = shard_N * rows + ranks(shard_N)
     table = np.zeros(shards * rows, cache.row_dtype)
-    for name, column_DB in rows_DB.items():
-        table[name][row_N] = column_DB[shard_N, slot_N]
+    for name in rows_DB.keys() & cache.row_dtype.names:
+        table[name][row_N] = rows_DB[name][shard_N, slot_N]
     if pages == cache.pages:
         return table, np.tile(np.arange(pages, dtype=np.int32), shards), row_N
     number_DP = np.cumsum(used_DP, axis=1, dtype=np.int32)  # from 1: NULL_PAGE stays 0

@@ -79,8 +79,8 @@ def main(_):
             session = ran if limit_N is real_N and ran else session
             print(f"{name}: {found:.0f}", flush=True)
     ours, *others = best.values()
-    waiting = [block for block in session.blocks if block.waiting]
-    occupancy = sum(b.useful_N.sum() for b in waiting) / sum(b.steps * b.slots for b in waiting)
+    stats = session.stats
+    occupancy = stats.busy_waiting_slot_steps / stats.waiting_slot_steps
     print(
         f"\n{common.machine()}, commit {common.commit()}; {REQUESTS} requests, lengths "
         f"{real_N.min()} to {real_N.max()}, mean {real_N.mean():.0f}, median "
@@ -91,8 +91,8 @@ def main(_):
     print(common.table(["", "useful tokens/s", "engine's real lengths over it"], rows))
     print(
         f"occupancy until the queue was empty {occupancy:.1%}; cache used at most "
-        f"{max(b.cache_use for b in session.blocks):.0%}; seconds "
-        + ", ".join(f"{name} {spent:.2f}" for name, spent in session.seconds.items())
+        f"{stats.cache_use:.0%}; seconds "
+        + ", ".join(f"{name} {spent:.2f}" for name, spent in stats.seconds.items())
     )
 
 
