@@ -254,8 +254,6 @@ def forward(weights, adapters, micro: Batch, *, graph, mesh, learning: Learning)
     experts than the sampler did; None for a model without. Where algo.replay_routes says so, tokens
     go to the sampler's experts (R3, arXiv 2510.11370), weighed by this policy's router.
     """
-    # Each device pairs its queries with its own keys and values.
-    rules.require_whole_heads(weights["layers"]["k_DKH"].shape[-2], mesh.shape["model"])
     kernels, tokens = learning.kernels, micro.tokens_BT.shape[1]
     part = {"mesh": mesh, "tokens": tokens}
     of_model = {

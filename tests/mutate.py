@@ -149,8 +149,8 @@ turns_border dapo_jax/episodes.py episodes::test_turns_are_limited_and_a_cut_one
 - if messages and episode.turns < self._max_turns:
 + if messages and episode.turns <= self._max_turns:
 surplus_dropped dapo_jax/rollout.py rollout
-- extra = {*self.graded.informative[self.plan.num_prompts :]} - self.due
-+ extra = {*self.graded.informative[self.plan.num_prompts :]} & self.due
+- extra = {*self.counting[self.plan.num_prompts :]} - self.due
++ extra = {*self.counting[self.plan.num_prompts :]} & self.due
 verdicts_at_once dapo_jax/grading.py rollout
 - pending, self._pending = self._pending, []
 + pending = self._pending = []
