@@ -16,6 +16,7 @@ is no reward the task grades the last turn. Methods may be async. Host only: no 
 """
 
 import asyncio
+import concurrent.futures
 import dataclasses
 import inspect
 import json
@@ -231,25 +232,21 @@ def within(seconds: float, call: Callable) -> Any:
 
     A thread that hangs cannot be ended: it is left behind.
     """
-    found: dict[str, Any] = {}
+    found: concurrent.futures.Future = concurrent.futures.Future()
 
     def run():
         try:
             value = call()
-            found["value"] = asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value
-        except BaseException as error:
-            found["error"] = error
+            found.set_result(asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value)
+        except Exception as error:
+            found.set_exception(error)
+        except BaseException as error:  # of exit(), which a tool that runs code may be given
+            found.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
 
-    thread = threading.Thread(target=run, name="environment", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if isinstance(error := found.get("error"), Exception):
-        raise error
-    if error:  # of exit(), which a tool that runs code may be given
-        raise RuntimeError(f"{type(error).__name__}: {error}")
-    if "value" not in found:
+    threading.Thread(target=run, name="environment", daemon=True).start()
+    if not concurrent.futures.wait([found], seconds).done:
         raise TimeoutError(f"{TIMED_OUT} {seconds:g} s")
-    return found["value"]
+    return found.result()
 
 
 def _encodable(text: Any) -> Any:

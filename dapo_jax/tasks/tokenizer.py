@@ -237,8 +237,7 @@ def load_tokenizer(
     *,
     stop_tokens: Sequence[str] | None,
     chat: str,
-    date: str = "",
-    chat_args: Mapping[str, Any] | None = None,
+    **template,
 ) -> Tokenizer:
     """Reads a tokenizer from a Hugging Face directory or a sentencepiece model.
 
@@ -250,8 +249,8 @@ def load_tokenizer(
     chat: "template" (transformers' apply_chat_template) or "none" (the contents of the messages as
         plain text, with what the tokenizer puts around a text, such as <|begin_of_text|>); "auto":
         the first where there is a template.
-    date: the day, as 2026-11-27, of a template that writes one; "": today.
-    chat_args: more arguments of the template, as enable_thinking is of Qwen3's.
+    template: date, the day, as 2026-11-27, of one that writes it ("": today); chat_args, more
+        arguments of it, as enable_thinking is of Qwen3's.
 
     Raises FileNotFoundError for missing files and ValueError for files, stop tokens or templates
     that do not fit; both name the setting to change.
@@ -259,9 +258,7 @@ def load_tokenizer(
     path = epath.Path(path)
     there = [name for name in FILES[:-1] if (path / name).exists()] if path.is_dir() else []
     if there not in ([], ["tokenizer.model"]):
-        return HuggingFaceTokenizer(
-            path, stop_tokens=stop_tokens, chat=chat, date=date, chat_args=chat_args
-        )
+        return HuggingFaceTokenizer(path, stop_tokens=stop_tokens, chat=chat, **template)
     model_file = path / "tokenizer.model" if there else path
     if model_file.suffix != ".model" or not model_file.exists():
         raise FileNotFoundError(
