@@ -29,12 +29,13 @@ from dapo_jax.sampler.plan import (
     Plan,
     Prefill,
     Prefix,
-    block_table,
     copies,
     prefill_calls,
     ranks,
     rebalance,
 )
+
+_OF_CALLER = ("stream", "cursor", "token", "given")  # columns of a row
 
 
 class Scheduler:
@@ -50,7 +51,7 @@ class Scheduler:
         self._rows_DB = {  # of the slots: a table a column, a block looks at few
             name: np.zeros((shards, cache.slots, *dtype.shape), dtype.base)
             for name, (dtype, _) in {**cache.row_dtype.fields, **own.fields}.items()
-            if name not in ("stream", "cursor", "token", "given")  # the caller's
+            if name not in _OF_CALLER
         }
         self._admissions = 0
         self._parked: dict[tuple[int, int], Parked] = {}  # by group and sample
@@ -152,8 +153,34 @@ class Scheduler:
         )
 
     def table(self, sizes: Sequence[tuple[int, int]], behind_N) -> tuple[np.ndarray, ...]:
-        """Returns (rows, page_P, row_N) of the planned block, as `block_table` has them."""
-        return block_table(self._rows_DB, ~self._free_DP, sizes, self.cache, behind_N)
+        """Returns (rows, page_P, row_N) of the planned block, in the smallest of the sizes.
+
+        sizes: the (rows, pages) of a shard that are compiled, ascending. rows: `Cache.row_dtype`,
+        on each shard those of its occupied slots first, and of these those that are not `behind_N`;
+        row_N is the place of each. The columns `_OF_CALLER` are for the caller to fill in. page_P:
+        the pages that `response_pages` numbers, those in use; where the size has the whole pool, as
+        the pool does.
+        """
+        shard_N, slot_N = np.nonzero(self._active_DB)
+        used_DP = ~self._free_DP
+        used_DP[:, NULL_PAGE] = False
+        most_rows = np.bincount(shard_N, minlength=self.shards).max()
+        most_pages = used_DP.sum(axis=1).max() + 1
+        rows, pages = next(s for s in sizes if s[0] >= most_rows and s[1] >= most_pages)
+        row_N = np.empty_like(shard_N)
+        row_N[np.lexsort((behind_N, shard_N))] = shard_N * rows + ranks(shard_N)
+        table = np.zeros(self.shards * rows, self.cache.row_dtype)
+        for name in self._rows_DB.keys() & table.dtype.names:
+            table[name][row_N] = self._rows_DB[name][shard_N, slot_N]
+        if pages == self.cache.pages:
+            return table, np.tile(np.arange(pages, dtype=np.int32), self.shards), row_N
+        number_DP = np.cumsum(used_DP, axis=1, dtype=np.int32)  # from 1: NULL_PAGE stays 0
+        page_DP = np.full((self.shards, pages), NULL_PAGE, np.int32)
+        shard_U, page_U = np.nonzero(used_DP)
+        page_DP[shard_U, number_DP[shard_U, page_U]] = page_U
+        pool_NJ = table["response_pages"][row_N]
+        table["response_pages"][row_N] = number_DP[shard_N[:, None], pool_NJ]
+        return table, page_DP.reshape(-1), row_N
 
     def complete(
         self, used_N: np.ndarray, stopped_N: np.ndarray, parks_N: np.ndarray | None = None

@@ -237,7 +237,7 @@ def within(seconds: float, call: Callable) -> Any:
     def run():
         try:
             value = call()
-            found.set_result(asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value)
+            found.set_result(asyncio.run(value) if inspect.iscoroutine(value) else value)
         except Exception as error:
             found.set_exception(error)
         except BaseException as error:  # of exit(), which a tool that runs code may be given
@@ -252,10 +252,6 @@ def within(seconds: float, call: Callable) -> Any:
 def _encodable(text: Any) -> Any:
     """Replaces halves of surrogate pairs, which a call's JSON may have and no tokenizer takes."""
     return text.encode(errors="replace").decode() if isinstance(text, str) else text
-
-
-async def _awaited(value: Any) -> Any:
-    return await value
 
 
 def tool_calls(text: str) -> list[Mapping | str]:
