@@ -139,9 +139,8 @@ def decode_block(
     block. row_BX: `Cache.row_dtype`, as int32. page_P: the pages that the rows number; fewer than
     all are gathered, so that no step attends to the others. A token that is given (turns of an
     episode) is fed like a sampled one, ends nothing and has no log-probability. kernels: how to
-    multiply, and with
-    what to read just the live pages of prompt and response, if not by plain XLA. axis: the mesh
-    axis that the heads are split over.
+    multiply, and with what to read just the live pages of prompt and response, if not by plain XLA.
+    axis: the mesh axis that the heads are split over.
     """
     S, B = cache.block_tokens, len(row_BX)
     row = _columns(row_BX, cache)
