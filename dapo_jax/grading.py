@@ -26,8 +26,7 @@ class Grading(contextlib.AbstractContextManager):
         self._pending: list[tuple[Group, concurrent.futures.Future | None]] = []
 
     def __exit__(self, *error):
-        jobs = [job for _, job in self._pending if job is not None]
-        concurrent.futures.wait([job for job in jobs if not job.cancel()])
+        concurrent.futures.wait([job for _, job in self._pending if job and not job.cancel()])
 
     def exchange(self, finished: Sequence[Group]) -> list[Group]:
         """Begins to grade groups; returns those of the call before, graded, in their order."""

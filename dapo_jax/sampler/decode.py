@@ -181,7 +181,12 @@ def decode_block(
         i, active_B, token_B, block_kv, token_SB, logp_SB, route_SBLA = carry
 
         def attend(q_B1NH, k_B1KH, v_B1KH, *, layer):
-            block = _put(block_kv[layer], k_B1KH, v_B1KH, i)
+            k_BKHS, v_BKSH = block_kv[layer]
+            put = jax.lax.dynamic_update_slice_in_dim
+            block = (
+                put(k_BKHS, k_B1KH.transpose(0, 2, 3, 1), i, axis=3),
+                put(v_BKSH, v_B1KH.swapaxes(1, 2), i, axis=2),
+            )
             out_BNH = attend_slots(q_B1NH[:, 0], block, jnp.full(B, i + 1), layer=layer)
             return out_BNH[:, None], block
 
@@ -253,14 +258,6 @@ def _columns(row_BX, cache: Cache) -> dict[str, jax.Array]:
         first, width = offset // item_bytes, dtype.itemsize // item_bytes
         found[name] = row_BX[:, first : first + width] if dtype.shape else row_BX[:, first]
     return found
-
-
-def _put(block, k_B1KH, v_B1KH, i):
-    k_BKHS, v_BKSH = block
-    return (
-        jax.lax.dynamic_update_slice_in_dim(k_BKHS, k_B1KH.transpose(0, 2, 3, 1), i, axis=3),
-        jax.lax.dynamic_update_slice_in_dim(v_BKSH, v_B1KH.swapaxes(1, 2), i, axis=2),
-    )
 
 
 def _by_pieces(prompt_pages, pages, table: xla.PageTable, page_P, *, readers: int, windows):

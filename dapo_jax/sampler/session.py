@@ -426,10 +426,9 @@ class Session:
                     first = self._whole_blocks(group.partial[sample], limit)
                 self._scheduler.resume(number, sample, first_tokens=first)
                 continue
-            stopped = response.stopped and not answer.is_cut
             response = dataclasses.replace(
                 response,
-                stopped=stopped,
+                stopped=response.stopped and not answer.is_cut,
                 verdict=answer.verdict,
                 measures=answer.measures,
                 turns=answer.turns,
@@ -471,11 +470,9 @@ class Session:
         # Less where it went on behind whole blocks.
         before = group.partial[it.sample]
         ends = tuple(min(end, it.tokens) for end in before.ends)
-        given_T = None
-        if before.given_T is not None:
-            given_T = np.zeros(it.tokens, bool)
-            given_T[: len(before.given_T)] = before.given_T
-        route_TLA = self._route(group, it)
+        given_T, route_TLA = before.given_T, self._route(group, it)
+        if given_T is not None:
+            given_T = np.pad(given_T, (0, it.tokens - len(given_T)))
         return Response(
             tokens_T, logp_T, it.stopped, ends=ends, given_T=given_T, route_TLA=route_TLA
         )

@@ -23,7 +23,7 @@ import json
 import re
 import threading
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from dapo_jax.outside import imported
@@ -43,14 +43,12 @@ class EnvironmentFailed(ValueError):
 class Factory:
     """Makes the environments of a data set.
 
-    name: "module:Class". seconds: the longest that one call may take. reads(text, schemas): a
-    turn's tool calls in the model's own form; where it finds none, `tool_calls` looks.
+    name: "module:Class". seconds: the longest that one call may take.
     """
 
     name: str
     make: Callable[[], Any]
     seconds: float
-    reads: Callable[[str, Sequence[Mapping]], Sequence[Mapping]] = lambda text, schemas: ()
 
     @classmethod
     def of(cls, key: str, name: str, seconds: float) -> "Factory":
@@ -98,13 +96,14 @@ def _without_self(tool: Callable) -> Callable:
 class Episode:
     """One environment in the middle of an episode.
 
-    turns, calls, failed_calls, timeouts: how many there were. Raises EnvironmentFailed for what
-    fails outside a tool.
+    reads(text, schemas): a turn's tool calls in the model's own form; where it finds none,
+    `tool_calls` looks. turns, calls, failed_calls, timeouts: how many there were. Raises
+    EnvironmentFailed for what fails outside a tool.
     """
 
-    def __init__(self, factory: Factory, example: Example):
+    def __init__(self, factory: Factory, example: Example, reads=lambda text, schemas: ()):
         self.turns = self.calls = self.failed_calls = self.timeouts = 0
-        self._factory, self._reward = factory, None
+        self._factory, self._reads, self._reward = factory, reads, None
         columns = {"prompt": list(example.prompt), "answer": example.answer}
         columns |= example.extra if isinstance(example.extra, Mapping) else {}
         self._environment = self._outside(lambda: _constructed(factory.make, columns))
@@ -128,7 +127,7 @@ class Episode:
         if self._factory.is_stepped:
             said = self._step(text)
         else:
-            calls = self._factory.reads(text, self._factory.schemas()) or tool_calls(text)
+            calls = self._reads(text, self._factory.schemas()) or tool_calls(text)
             said = [self._called(call) for call in calls]
         if said and self._given("is_done"):
             return []
