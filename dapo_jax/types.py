@@ -212,7 +212,10 @@ class RolloutStats:
     def add_block(
         self, steps: int, slots: int, useful_N, trains_N, *, waiting: bool, cache_use: float
     ) -> None:
-        """Adds a block of decode steps. useful_N: the tokens that each occupied slot sampled."""
+        """Adds a block of decode steps.
+
+        useful_N: the tokens that each occupied slot sampled; trains_N: whether for training.
+        """
         self.sampled_tokens += int(useful_N[trains_N].sum())
         self.decode_steps += steps
         self.slot_steps += steps * slots
