@@ -41,7 +41,7 @@ class StepPlan:
     success: Callable[[Group], np.ndarray] = operator.attrgetter("correct_G")
 
     def counts(self, group: Group) -> bool:
-        """Returns whether some but not all are successes (Eq. 11); True without dynamic sampling."""
+        """Returns whether some but not all is a success (Eq. 11); True without dynamic sampling."""
         return not self.dynamic_sampling or bool(informative_groups(self.success(group)[None])[0])
 
 
