@@ -227,9 +227,8 @@ def minibatches(
 
     Adam takes a full step whatever the mini-batch's size: one left-over group must not make one.
     """
-    kept = rollouts.kept
-    updates = -(-len(kept) * advantage_PG.shape[1] // learning.update_responses)
-    for chosen in np.array_split(kept, updates) if updates else ():
+    updates = -(-len(rollouts.kept) * advantage_PG.shape[1] // learning.update_responses)
+    for chosen in np.array_split(rollouts.kept, updates) if updates else ():
         groups = [rollouts.sampled[p] for p in chosen]
         yield minibatch(groups, advantage_PG[chosen], learning, mesh)
 

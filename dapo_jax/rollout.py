@@ -142,13 +142,10 @@ class InOrder:
     @property
     def end(self) -> int:
         """The cursor behind all groups that can be kept."""
-        # No group behind enough informative ones can be among the first.
         plan = self.plan
-        if not plan.dynamic_sampling:
-            return self.cursor + plan.num_prompts
-        if len(self.counting) >= plan.num_prompts:
+        if len(self.counting) >= plan.num_prompts:  # none behind these can be among the first
             return self.counting[plan.num_prompts - 1] + 1
-        return self.cursor + plan.max_prompts
+        return self.cursor + (plan.max_prompts if plan.dynamic_sampling else plan.num_prompts)
 
     def has_enough(self) -> bool:
         """Returns whether all groups up to the last kept one are graded; cancels those behind."""

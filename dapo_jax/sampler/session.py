@@ -87,14 +87,13 @@ class Session:
         """
         self._environments = environments or Environments({}, None, max_turns=0)
         self._stalled = False
-        cache = engine.cache
-        samplings = tuple(stream.sampling for stream in streams)
-        engine.compile(*samplings)
-        self._engine, self._samplings = engine, samplings
+        self._engine, cache = engine, engine.cache
+        self._samplings = tuple(stream.sampling for stream in streams)
+        engine.compile(*self._samplings)
         self.resume(params)
         run_key_Z = np.stack([jax.random.key_data(stream.key) for stream in streams])
         self._run_key_Z = hosts.place(run_key_Z, rules.replicated(engine.mesh))
-        self._truncates_Z = np.array([s.top_p < 1 or s.top_k > 0 for s in samplings])
+        self._truncates_Z = np.array([s.top_p < 1 or s.top_k > 0 for s in self._samplings])
         self._prompt_pages, self._pages = engine.new_pages()
         self._scheduler = Scheduler(cache, engine.shards)
         self._groups: dict[int, _Unfinished] = {}  # by number
