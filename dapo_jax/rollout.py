@@ -166,8 +166,8 @@ class InOrder:
         """Returns whether prompts would be issued if there were idle slots.
 
         The share of informative groups is that of the groups in order: those that finished early
-        may be of another kind. What was expected counts like a quarter of the step; of the groups
-        to come one standard deviation less.
+        may be of another kind. The share that was expected counts like a quarter of the step. One
+        standard deviation fewer are expected of those under way.
         """
         plan, end, prior_groups = self.plan, self.graded_end, self.plan.num_prompts / 4
         rate = bisect.bisect_left(self.counting, end) + self.expected_rate * prior_groups
