@@ -85,7 +85,7 @@ class Session:
         params: the sampler's, on the mesh. A stream's limit is at most what the cache is planned
         for. environments: answer the turns of the prompts that have one.
         """
-        self._environments = environments or Environments({}, None, max_turns=0)
+        self._environments = environments or Environments({}, None, max_turns=0)  # plays none
         self._stalled = False
         self._engine, cache = engine, engine.cache
         self._samplings = tuple(stream.sampling for stream in streams)
