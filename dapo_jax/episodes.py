@@ -12,7 +12,6 @@ conversation.
 """
 
 import contextlib
-import dataclasses
 import operator
 import queue
 import threading
@@ -68,11 +67,7 @@ class Environments:
     """The environments of a session's data sets, by config key, and their episodes."""
 
     def __init__(self, factories: Mapping[str, Factory], tokenizer: Tokenizer, *, max_turns: int):
-        self._factories = {
-            key: dataclasses.replace(it, reads=tokenizer.tool_calls)
-            for key, it in factories.items()
-        }
-        self._tokenizer, self._max_turns = tokenizer, max_turns
+        self._factories, self._tokenizer, self._max_turns = factories, tokenizer, max_turns
         self._played: dict[Where, _Played] = {}
         self._asked = 0  # of all processes, without answers yet
         self._mine = 0
@@ -148,7 +143,7 @@ class Environments:
         a tool that took too long: it may answer now.
         """
         factory, turns_T = self._factories[prompt.key], response.turns_T
-        played = _Played(Episode(factory, prompt.example), [])
+        played = _Played(Episode(factory, prompt.example, self._tokenizer.tool_calls), [])
         for turn_T, answer_T in zip(turns_T[:-1:2], turns_T[1::2], strict=True):
             text = self._text(turn_T)
             messages = played.episode.answer(text)

@@ -227,9 +227,8 @@ def minibatches(
 
     Adam takes a full step whatever the mini-batch's size: one left-over group must not make one.
     """
-    kept = rollouts.kept
-    updates = -(-len(kept) * advantage_PG.shape[1] // learning.update_responses)
-    for chosen in np.array_split(kept, updates) if updates else ():
+    updates = -(-len(rollouts.kept) * advantage_PG.shape[1] // learning.update_responses)
+    for chosen in np.array_split(rollouts.kept, updates) if updates else ():
         groups = [rollouts.sampled[p] for p in chosen]
         yield minibatch(groups, advantage_PG[chosen], learning, mesh)
 
@@ -254,8 +253,6 @@ def forward(weights, adapters, micro: Batch, *, graph, mesh, learning: Learning)
     experts than the sampler did; None for a model without. Where algo.replay_routes says so, tokens
     go to the sampler's experts (R3, arXiv 2510.11370), weighed by this policy's router.
     """
-    # Each device pairs its queries with its own keys and values.
-    rules.require_whole_heads(weights["layers"]["k_DKH"].shape[-2], mesh.shape["model"])
     kernels, tokens = learning.kernels, micro.tokens_BT.shape[1]
     part = {"mesh": mesh, "tokens": tokens}
     of_model = {

@@ -160,6 +160,5 @@ def into_micro_batches(batch: Batch, *, num_micro: int, rows: int) -> Batch:
         full[:used] = array[by_work]
         return full.reshape(num_micro, rows, *array.shape[1:])
 
-    arrays = {name: array for name, array in vars(batch).items() if array is not None}
-    fields = {name: spread(array) for name, array in arrays.items()}
+    fields = {name: spread(array) for name, array in vars(batch).items() if array is not None}
     return dataclasses.replace(batch, **fields, num_micro=np.int32(-(-used // rows)))

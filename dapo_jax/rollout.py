@@ -1,16 +1,19 @@
 """Collects one step's rollouts: samples and grades a stream until enough is informative."""
 
+import bisect
 import dataclasses
 import functools
+import itertools
+import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from dapo_jax.algorithm import above_lowest, first_informative, informative_groups, shaped_reward
-from dapo_jax.grading import Graded, Grading
+from dapo_jax.grading import Grading
 from dapo_jax.sampler.session import Session
-from dapo_jax.types import TRAINING, Group, PartialGroup, Prompt, Rollouts, RolloutStats
+from dapo_jax.types import TRAINING, Group, PartialGroup, Prompt, Rollouts
 
 # Of the slots are idle when partial rollouts issue prompts: a prefill of one costs as
 # much as one of many.
@@ -37,9 +40,9 @@ class StepPlan:
     partial_rollout_steps: int = 0
     success: Callable[[Group], np.ndarray] = operator.attrgetter("correct_G")
 
-    def is_informative(self, group: Group) -> bool:
-        """Returns whether some but not all of a group is a success (Eq. 11)."""
-        return bool(informative_groups(self.success(group)[None])[0])
+    def counts(self, group: Group) -> bool:
+        """Returns whether some but not all is a success (Eq. 11); True without dynamic sampling."""
+        return not self.dynamic_sampling or bool(informative_groups(self.success(group)[None])[0])
 
 
 def collect(
@@ -63,12 +66,10 @@ def collect(
     partial: the groups of the step before that go on. expected_rate: the share of informative
     groups before there are any. on_other_groups: takes other streams' finished groups.
     """
-    keeps, counts = plan.partial_rollout_steps > 0, plan.is_informative
-    if keeps and not plan.dynamic_sampling:
-        expected_rate, counts = 1.0, lambda group: True
-    graded = Graded(cursor, counts, prior_rate=expected_rate, prior_groups=plan.num_prompts / 4)
+    keeps = plan.partial_rollout_steps > 0
     submit = functools.partial(session.submit, group_size=plan.group_size, keeps=keeps)
-    step = (AnyOrder if keeps else InOrder)(session, graded, cursor, plan, partial)
+    rate = expected_rate if plan.dynamic_sampling else 1.0
+    step = (AnyOrder if keeps else InOrder)(session, cursor, plan, partial, rate)
     ended, under_way = [], set(session.unfinished)
     for it in partial:
         if not any(it.unfinished_G):
@@ -76,30 +77,30 @@ def collect(
         elif (TRAINING, it.cursor) not in under_way:
             submit(it.cursor, plan.prompt_at(it.cursor), partial=it)
     with Grading(plan.grade) as grading:
-        graded.add([*grading.exchange(ended), *grading.exchange([])])
+        step.add([*grading.exchange(ended), *grading.exchange([])])
         while not step.has_enough():
             for place in step.prompts():
                 submit(place, plan.prompt_at(place))
-            found = f"{len(graded.informative)} informative of {len(graded.groups)} groups"
+            found = f"{len(step.counting)} of {len(step.groups)} groups count"
             report(f"rollout: {found}, {plan.num_prompts} wanted")
             done = session.step(more=step.wants_more()) if session.unfinished else []
             on_other_groups([group for group in done if group.stream != TRAINING])
-            graded.add(grading.exchange([group for group in done if group.stream == TRAINING]))
+            step.add(grading.exchange([group for group in done if group.stream == TRAINING]))
         if keeps:
-            graded.add(grading.exchange([]))
+            step.add(grading.exchange([]))
     sampled, end, go_on = step.result()
     success_PG = np.stack([plan.success(group) for group in sampled])
     kept = first_informative(success_PG, num_prompts=plan.num_prompts)
     if not plan.dynamic_sampling:
         kept = np.arange(min(plan.num_prompts, len(sampled)))
-    requests = step.issued * plan.group_size
+    requests, seconds = step.issued * plan.group_size, session.stats.seconds | grading.seconds
     return Rollouts(
         sampled=sampled,
         kept=kept,
         informative=informative_groups(success_PG),
         cursor=end,
         issued=len(sampled) if keeps else step.issued,
-        stats=rollout_stats(session, requests=requests, grading_seconds=grading.seconds),
+        stats=dataclasses.replace(session.stats, requests=requests, seconds=seconds),
         partial=go_on,
         continued_tokens=sum(it.tokens for it in partial),
     )
@@ -112,32 +113,46 @@ class InOrder:
     Sampling batch after batch, waiting for each, would keep the same. Prompts are issued as slots
     fall idle, as many as the share of informative groups so far lets expect to be needed: that
     depends on groups of other streams, and which groups are kept does not.
+
+    expected_rate: the share that was expected. groups: the graded ones by cursor; they finish in
+    any order. counting: the cursors of those that count, ascending.
     """
 
     session: Session
-    graded: Graded
     cursor: int
     plan: StepPlan
     partial: Sequence[PartialGroup]
+    expected_rate: float
     issued: int = 0
+    groups: dict[int, Group] = dataclasses.field(default_factory=dict)
+    counting: list[int] = dataclasses.field(default_factory=list)
+
+    def add(self, graded: Sequence[Group]) -> None:
+        """Adds graded groups."""
+        for group in graded:
+            self.groups[group.cursor] = group
+            if self.plan.counts(group):
+                bisect.insort(self.counting, group.cursor)
+
+    @property
+    def graded_end(self) -> int:
+        """The cursor of the first group that is not graded yet."""
+        return next(i for i in itertools.count(self.cursor) if i not in self.groups)
 
     @property
     def end(self) -> int:
         """The cursor behind all groups that can be kept."""
-        # No group behind enough informative ones can be among the first.
-        informative, plan = self.graded.informative, self.plan
-        if not plan.dynamic_sampling:
-            return self.cursor + plan.num_prompts
-        if len(informative) >= plan.num_prompts:
-            return informative[plan.num_prompts - 1] + 1
-        return self.cursor + plan.max_prompts
+        plan = self.plan
+        if len(self.counting) >= plan.num_prompts:  # none behind these can be among the first
+            return self.counting[plan.num_prompts - 1] + 1
+        return self.cursor + (plan.max_prompts if plan.dynamic_sampling else plan.num_prompts)
 
     def has_enough(self) -> bool:
         """Returns whether all groups up to the last kept one are graded; cancels those behind."""
         for stream, place in self.session.unfinished:
             if stream == TRAINING and place >= self.end:
                 self.session.cancel(place)
-        return self.graded.end >= self.end
+        return self.graded_end >= self.end
 
     def prompts(self) -> Iterator[int]:
         """Yields the cursors of the prompts to issue before the next block."""
@@ -148,14 +163,24 @@ class InOrder:
             yield self.cursor + self.issued - 1
 
     def wants_more(self) -> bool:
-        """Returns whether prompts would be issued if there were idle slots."""
-        expected = self.graded.expected_informative(self.issued)
-        open_ = self.plan.dynamic_sampling and self.cursor + self.issued < self.end
-        return open_ and expected < self.plan.num_prompts
+        """Returns whether prompts would be issued if there were idle slots.
+
+        The share of informative groups is that of the groups in order: those that finished early
+        may be of another kind. The share that was expected counts like a quarter of the step. One
+        standard deviation fewer are expected of those under way.
+        """
+        plan, end, prior_groups = self.plan, self.graded_end, self.plan.num_prompts / 4
+        rate = bisect.bisect_left(self.counting, end) + self.expected_rate * prior_groups
+        rate /= end - self.cursor + prior_groups
+        under_way = self.issued - len(self.groups)
+        spread = math.sqrt(under_way * rate * (1 - rate))
+        expected = len(self.counting) + under_way * rate - spread
+        open_ = plan.dynamic_sampling and self.cursor + self.issued < self.end
+        return open_ and expected < plan.num_prompts
 
     def result(self) -> tuple[list[Group], int, list[PartialGroup]]:
         """Returns (the groups up to the last one kept, the next cursor, none that goes on)."""
-        return [self.graded.groups[i] for i in range(self.cursor, self.end)], self.end, []
+        return [self.groups[i] for i in range(self.cursor, self.end)], self.end, []
 
 
 @dataclasses.dataclass
@@ -182,10 +207,10 @@ class AnyOrder(InOrder):
 
     def has_enough(self) -> bool:
         """Returns whether enough groups are complete, and none that is waited for is not."""
-        waiting, informative = self.session.unfinished, self.graded.informative
-        if len(informative) < self.plan.num_prompts:
+        waiting = self.session.unfinished
+        if len(self.counting) < self.plan.num_prompts:
             return self.issued == self.plan.max_prompts and not waiting
-        last = informative[self.plan.num_prompts - 1]
+        last = self.counting[self.plan.num_prompts - 1]
         return not any(
             stream != TRAINING or place in self.due or (not self.partial and place < last)
             for stream, place in waiting
@@ -201,17 +226,16 @@ class AnyOrder(InOrder):
     def wants_more(self) -> bool:
         """Returns whether prompts would be issued if there were idle slots."""
         plan = self.plan
-        unknown = len(self.partial) + self.issued - len(self.graded.groups)
-        expected = len(self.graded.informative) + self.graded.prior_rate * unknown
+        unknown = len(self.partial) + self.issued - len(self.groups)
+        expected = len(self.counting) + self.expected_rate * unknown
         most_groups = plan.num_prompts * (1 + plan.partial_rollout_steps)
         return self.issued < plan.max_prompts and expected < most_groups
 
     def result(self) -> tuple[list[Group], int, list[PartialGroup]]:
         """Returns (the complete groups to train on or discard, the next cursor, those to go on)."""
-        groups = self.graded.groups
-        extra = {*self.graded.informative[self.plan.num_prompts :]} - self.due
-        sampled = [groups[place] for place in sorted(groups.keys() - extra)]
-        go_on = [*self.session.pause(), *(_complete(groups[place]) for place in extra)]
+        extra = {*self.counting[self.plan.num_prompts :]} - self.due
+        sampled = [self.groups[place] for place in sorted(self.groups.keys() - extra)]
+        go_on = [*self.session.pause(), *(_complete(self.groups[place]) for place in extra)]
         next_cursor = self.cursor + self.issued
         return sampled, next_cursor, sorted(go_on, key=operator.attrgetter("cursor"))
 
@@ -253,25 +277,3 @@ def success_by(filter_groups: str, **overlong) -> Callable[[Group], np.ndarray]:
         return above_lowest(reward_G[None])[0]
 
     return {"correctness": operator.attrgetter("correct_G"), "reward": by_reward}[filter_groups]
-
-
-def rollout_stats(
-    session: Session, *, requests: int, grading_seconds: dict[str, float]
-) -> RolloutStats:
-    """Adds up the session's blocks: the tokens of training, the work of all streams."""
-    blocks = session.blocks
-    steps_N = np.array([block.steps * block.slots for block in blocks], int)
-    busy_N = np.array([block.useful_N.sum() for block in blocks], int)
-    waiting_N = np.array([block.waiting for block in blocks], bool)
-    return RolloutStats(
-        sampled_tokens=sum(int(b.useful_N[b.stream_N == TRAINING].sum()) for b in blocks),
-        decode_steps=sum(block.steps for block in blocks),
-        slot_steps=int(steps_N.sum()),
-        busy_slot_steps=int(busy_N.sum()),
-        waiting_slot_steps=int(steps_N[waiting_N].sum()),
-        busy_waiting_slot_steps=int(busy_N[waiting_N].sum()),
-        requests=requests,
-        prefilled_prompts=session.prefilled_prompts,
-        cache_use=max((block.cache_use for block in blocks), default=0.0),
-        seconds=session.seconds | grading_seconds,
-    )

@@ -194,37 +194,35 @@ class PartialGroup:
 
 
 @dataclasses.dataclass
-class BlockRecord:
-    """The record of one block of decode steps, for the metrics.
-
-    steps: of decoding; slots: of all shards. stream_N, useful_N: of each occupied slot the stream
-    of its request, and the tokens of its response that it sampled. waiting: whether requests were
-    left to fill slots with.
-    """
-
-    steps: int
-    slots: int
-    stream_N: np.ndarray
-    useful_N: np.ndarray
-    waiting: bool
-    cache_use: float
-
-
-@dataclasses.dataclass(frozen=True)
 class RolloutStats:
     """The work that sampling a step's groups took, other streams' beside it included."""
 
-    sampled_tokens: int  # for training
-    decode_steps: int
-    slot_steps: int  # decode steps times slots
-    busy_slot_steps: int  # that sampled a token of a response,
-    waiting_slot_steps: int  # the same two while requests were left to fill slots with
-    busy_waiting_slot_steps: int
-    requests: int
-    prefilled_prompts: int
-    cache_use: float  # the greatest share of pages taken
+    sampled_tokens: int = 0  # for training
+    decode_steps: int = 0
+    slot_steps: int = 0  # decode steps times slots
+    busy_slot_steps: int = 0  # that sampled a token of a response,
+    waiting_slot_steps: int = 0  # the same two while requests were left to fill slots with
+    busy_waiting_slot_steps: int = 0
+    requests: int = 0
+    prefilled_prompts: int = 0
+    cache_use: float = 0.0  # the greatest share of pages taken
     # The engine's: prefill, decode, host. verify: in the background; verify_wait: waiting for it.
-    seconds: dict[str, float]
+    seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    def add_block(
+        self, steps: int, slots: int, useful_N, trains_N, *, waiting: bool, cache_use: float
+    ) -> None:
+        """Adds a block of decode steps.
+
+        useful_N: the tokens that each occupied slot sampled; trains_N: whether for training.
+        """
+        self.sampled_tokens += int(useful_N[trains_N].sum())
+        self.decode_steps += steps
+        self.slot_steps += steps * slots
+        self.busy_slot_steps += int(useful_N.sum())
+        self.waiting_slot_steps += steps * slots * waiting
+        self.busy_waiting_slot_steps += int(useful_N.sum()) * waiting
+        self.cache_use = max(self.cache_use, cache_use)
 
 
 @dataclasses.dataclass(frozen=True)

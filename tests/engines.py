@@ -31,14 +31,13 @@ RUN_KEY = jax.random.key(11)
 
 # What is sampled, on a small model: pages of 8 tokens, prompts that fill them in every way.
 SMALL = Qwen2Config(64, 32, 48, 2, 4, 2, 8, True)
-# The padding has a stop token's id, and the tokenizer has fewer ids than the model has rows.
+# The tokenizer has fewer ids than the model has rows.
 SAMPLING = Sampling(
     max_response_tokens=20,
     temperature=0.7,
     top_p=1.0,
     top_k=0,
     stop_ids=(3, 17, 40),
-    pad_id=3,
     vocab_size=61,
 )
 ROOMY = Cache(
@@ -64,7 +63,7 @@ FEW = {cursor: PROMPTS[cursor] for cursor in (7, 100, 0, 12)}
 # Who samples beside whom: widths at which the order of additions shows, and a tight cache.
 WIDE = Qwen2Config(512, 64, 768, 2, 8, 2, 32, True)
 TO_THE_LIMIT = dataclasses.replace(
-    SAMPLING, max_response_tokens=48, temperature=0.8, stop_ids=(), pad_id=0, vocab_size=500
+    SAMPLING, max_response_tokens=48, temperature=0.8, stop_ids=(), vocab_size=500
 )
 TIGHT = dataclasses.replace(
     ROOMY, slots=24, pages=73, prompt_pages=30, max_prompt_tokens=17, max_response_tokens=48

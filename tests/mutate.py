@@ -136,9 +136,9 @@ stop_token_dropped dapo_jax/sampler/session.py engine::test_the_stop_token_count
 copies_of_the_host dapo_jax/sampler/session.py partial_rollouts::test_a_response_goes_on_as_if_it_had_never_stopped
 - table[e, to] = table[d, at]
 + table[e, to] = table[d, to]
-answer_one_late dapo_jax/sampler/session.py episodes::test_given_tokens_stand_where_the_environment_put_them_and_are_seen
-- token_N[n] = known_T[first - 1]
-+ token_N[n] = known_T[first - 2]
+newest_one_late dapo_jax/sampler/session.py episodes::test_given_tokens_stand_where_the_environment_put_them_and_are_seen
+- plan.sampled_N % self._engine.cache.page_tokens - 1
++ plan.sampled_N % self._engine.cache.page_tokens - 2
 prompt_freed_early dapo_jax/sampler/scheduler.py scheduler
 - limits, first_tokens, part, len(part), keeps)
 + limits, first_tokens, part, max(1, len(part) - 1), keeps)
@@ -149,8 +149,8 @@ turns_border dapo_jax/episodes.py episodes::test_turns_are_limited_and_a_cut_one
 - if messages and episode.turns < self._max_turns:
 + if messages and episode.turns <= self._max_turns:
 surplus_dropped dapo_jax/rollout.py rollout
-- extra = {*self.graded.informative[self.plan.num_prompts :]} - self.due
-+ extra = {*self.graded.informative[self.plan.num_prompts :]} & self.due
+- extra = {*self.counting[self.plan.num_prompts :]} - self.due
++ extra = {*self.counting[self.plan.num_prompts :]} & self.due
 verdicts_at_once dapo_jax/grading.py rollout
 - pending, self._pending = self._pending, []
 + pending = self._pending = []

@@ -9,13 +9,13 @@ from dapo_jax.rollout import StepPlan, collect
 from dapo_jax.sampler.cache import Cache
 from dapo_jax.sampler.scheduler import Scheduler
 from dapo_jax.types import (
-    BlockRecord,
     Example,
     Group,
     PartialGroup,
     Prompt,
     Response,
     Rollouts,
+    RolloutStats,
     Verdict,
 )
 
@@ -65,10 +65,7 @@ class ScriptedSession:
     """
 
     def __init__(self, script: Script, *, slots: int, block_tokens: int, others=()):
-        self.blocks: list[BlockRecord] = []
-        self.seconds = {"prefill": 1.0, "decode": 2.0, "host": 3.0}
-        self.prefilled_prompts = 0
-        self.calls: list[tuple] = []
+        self.resume()
         self._script = script
         longest = int(script.length_PG.max())
         cache = Cache(
@@ -119,7 +116,7 @@ class ScriptedSession:
 
     def step(self, *, more: bool = False) -> list[Group]:
         plan = self._scheduler.next_block(more=more)
-        self.prefilled_prompts += sum(np.sum(call.group_R >= 0) for call in plan.prefills)
+        self.stats.prefilled_prompts += sum(np.sum(call.group_R >= 0) for call in plan.prefills)
         used_N = np.minimum(plan.left_N, self._scheduler.cache.block_tokens)
         useful_B = np.zeros(self.slots, int)
         useful_B[plan.slot_N] = used_N
@@ -128,9 +125,10 @@ class ScriptedSession:
         self._scheduler.complete(used_N, np.zeros(len(used_N), bool))
         finished = sorted(before - set(self.unfinished))
         self.calls.append(("step", *useful_B.tolist(), *(cursor for _, cursor in finished)))
-        steps = int(useful_B.max())
-        of_slots = (self.slots, stream_N, used_N)
-        self.blocks.append(BlockRecord(steps, *of_slots, plan.waiting, plan.cache_use))
+        steps, shares = int(useful_B.max()), {"cache_use": plan.cache_use}
+        self.stats.add_block(
+            steps, self.slots, used_N, stream_N == 0, waiting=plan.waiting, **shares
+        )
         return [self._group(*name) for name in finished]
 
     def _group(self, stream: int, cursor: int) -> Group:
@@ -156,7 +154,8 @@ class ScriptedSession:
         return taken
 
     def resume(self) -> None:
-        self.calls, self.blocks, self.prefilled_prompts = [], [], 0
+        self.calls: list[tuple] = []
+        self.stats = RolloutStats(seconds={"prefill": 1.0, "decode": 2.0, "host": 3.0})
 
     def _waits(self, number: int, g: int) -> bool:
         ready = [r for shard in self._scheduler._ready for r in shard]

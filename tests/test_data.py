@@ -158,7 +158,7 @@ def test_a_bad_row_is_named_or_skipped(lines, how, bad, reason):
     examples, report = read(path, **how, on_bad_row="skip")
     assert [e.row for e in examples] == [2]
     assert (report.rows, report.bad_rows, report.kept) == (2, 1, 1)
-    assert report.bad_row_notes[0].startswith("d.jsonl, line 3: ")
+    assert report.notes[0].startswith("skipped d.jsonl, line 3: ")
     assert reason.replace("\\", "\\\\") in str(report.lines()) or reason in str(report.lines())
 
 
@@ -262,7 +262,7 @@ def test_rows_of_ones_own(tmp_path):
 
     examples, report = read_rows(str(path), ["country", "capital"], make, on_bad_row="skip")
     assert [(e.text, e.answer, e.extra) for e in examples] == [("Peru", "Lima", {"n": 1})]
-    reasons = [note.partition("(from 0): ")[2] for note in report.bad_row_notes]
+    reasons = [note.partition("(from 0): ")[2] for note in report.notes[:3]]
     assert reasons == ["the answer is empty", "nobody knows", "capital is null"]
     with pytest.raises(DataError, match="'town' is missing; there are 'country', 'capital'"):
         read_rows(str(path), ["town"], make)

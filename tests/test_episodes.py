@@ -472,7 +472,9 @@ def test_a_models_own_form_of_calls_is_read_by_its_response_template(calls, turn
     folder = folder_of(CHATML, IM, tmp_path, response_template=template)
     given = {"k": Factory("x", Tools, 1.0)}
     running = Environments(given, load(folder, chat="template"), max_turns=2)
-    answers = Episode(*running._factories.values(), EXAMPLE).answer(turn)
+    begun = Response(np.zeros(1, np.int32), np.zeros(1, np.float32), stopped=True)
+    prompt = Prompt(np.zeros(1, np.int32), EXAMPLE, "k")
+    answers = running._replayed(prompt, begun).episode.answer(turn)
     assert len(answers) == len(said)
     assert all(it["content"].startswith(text) for it, text in zip(answers, said, strict=True))
 

@@ -54,19 +54,18 @@ class Script:
 
 def owned_once(scheduler):
     """Asserts that every page but the null page is free or has one owner, as has every request."""
-    rows_DB, count_DB = scheduler._rows_DB, scheduler._pages_DB
+    rows_DB = scheduler._rows_DB
     active_DB = rows_DB["active"] > 0
     assert not any(column_DB[~active_DB].any() for column_DB in rows_DB.values())
-    assert not count_DB[~active_DB].any()
     prefixes = [p for group in scheduler._groups.values() for p in group if p.pages is not None]
     for d in range(scheduler.shards):
         pages_BJ = rows_DB["response_pages"][d]
-        assert np.array_equal(np.count_nonzero(pages_BJ, axis=1), count_DB[d])
+        assert np.array_equal(np.count_nonzero(pages_BJ, axis=1), rows_DB["pages"][d])
         once(pages_BJ[pages_BJ != NULL_PAGE], scheduler._free_DP[d])
         here = [p for p in prefixes if p.shard == d]
         prompt_pages = [page for p in here for page in p.pages.tolist()]
         once(np.array(prompt_pages, int), scheduler._free_prompt_DP[d])
-        occupants = scheduler._prefix_DB[d][active_DB[d]], rows_DB["sample"][d][active_DB[d]]
+        occupants = (rows_DB[it][d][active_DB[d]] for it in ("prefix", "sample"))
         requests = [*zip(*occupants, strict=True), *scheduler._ready[d]]
         assert all(prefix in here for prefix, _ in requests)
         names = [(prefix.group, int(sample)) for prefix, sample in requests]
@@ -191,9 +190,8 @@ def first_in(scheduler):
     for d in range(scheduler.shards):
         slots = np.flatnonzero(scheduler._rows_DB["active"][d])
         if len(slots):
-            slot = slots[scheduler._age_DB[d, slots].argmin()]
-            tables = scheduler._group_DB, scheduler._rows_DB["sample"]
-            found[d] = tuple(int(table_DB[d, slot]) for table_DB in tables)
+            slot = slots[scheduler._rows_DB["age"][d, slots].argmin()]
+            found[d] = tuple(int(scheduler._rows_DB[it][d, slot]) for it in ("group", "sample"))
     return found
 
 
@@ -205,12 +203,12 @@ def test_samples_move_to_other_shards_once_none_waits():
     first = script.step()
     script.submit(2, [20, 20], prompt_tokens=17)
     _, third, *_ = rest = script.drain()
-    assert [len(plan.moves.slots_N4) for plan in (first, *rest)] == [0, 0, 2, 0, 0, 0]
+    assert [len(plan.moves.pages_M4) for plan in (first, *rest)] == [0, 0, 2 * 1, 0, 0, 0]
     assert third.shard_N.tolist() == [0, 0, 1, 1]
     assert third.group_N.tolist() == [0, 0, 2, 2]
     assert third.sampled_N.tolist() == [8, 8, 4, 4]
-    assert third.moves.slots_N4.tolist() == [[0, 2, 1, 0], [0, 3, 1, 1]]
-    assert [len(third.moves.prompt_pages_M4), len(third.moves.pages_M4)] == [2 * 2, 2 * 1]
+    assert third.slot_N.tolist() == [0, 1, 0, 1]
+    assert len(third.moves.prompt_pages_M4) == 2 * 2
     assert script.finished == script.tokens
     assert all_free(script.scheduler)
 
@@ -220,7 +218,7 @@ def test_nothing_moves_while_groups_will_be_submitted():
     script.submit(0, [20] * 4)
     for more, moves in ((True, 0), (True, 0), (False, 2)):
         plan = script.scheduler.next_block(more=more)
-        assert len(plan.moves.slots_N4) == moves
+        assert len(plan.moves.prompt_pages_M4) == moves
         script.complete(plan)
 
 
@@ -230,7 +228,7 @@ def test_a_sample_stays_where_the_other_shard_has_too_few_pages(prompt_pages, mo
     script = Script(dataclasses.replace(CACHE, slots=4, prompt_pages=prompt_pages), shards=2)
     script.submit(0, [20] * 4, prompt_tokens=17)
     script.submit(1, [1] * 4)
-    assert sum(len(plan.moves.slots_N4) for plan in script.drain()) == moves
+    assert sum(len(plan.moves.prompt_pages_M4) for plan in script.drain()) == 2 * moves
     assert script.finished == script.tokens
 
 

@@ -79,7 +79,6 @@ def test_a_directory_without_endoftext_stops_at_its_end_token(bpe_folder, tmp_pa
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     tokenizer = load(tmp_path)
     assert (tokenizer.vocab_size, tokenizer.stop_ids) == (259, (256,))
-    assert tokenizer.pad_id == 256  # no pad token named: the stop token
 
 
 def test_stop_tokens_are_chosen_by_text_in_order_and_once(bpe_folder):
@@ -132,7 +131,7 @@ def test_what_cannot_be_loaded_is_named(tmp_path, files, message):
 
 def test_a_sentencepiece_model_is_read_alone_or_in_its_folder(piece_file):
     tokenizer = load(piece_file.parent, chat="auto")
-    assert (tokenizer.chat, tokenizer.stop_ids, tokenizer.pad_id) == ("none", (2,), 3)
+    assert (tokenizer.chat, tokenizer.stop_ids) == ("none", (2,))
     assert load(piece_file, stop_tokens=["<s>"]).stop_ids == (1,)
     for text in [*TEXTS[:-1], "  two  spaces\t\ttabs\r\n", "a </s> b"]:
         ids = tokenizer.encode(text)
@@ -229,7 +228,7 @@ def test_an_exported_sentencepiece_model_has_its_ids_in_transformers(tmp_path):
     convert(f"hf:{source}", f"hf:{tmp_path}", dtype="float32")
     assert not (tmp_path / "tokenizer.model").exists()
     theirs, ours = AutoTokenizer.from_pretrained(tmp_path), load(source)
-    assert (theirs.eos_token_id, theirs.pad_token_id) == (ours.stop_ids[0], ours.pad_id)
+    assert (theirs.eos_token_id, theirs.pad_token_id) == (ours.stop_ids[0], 0)
     trusting = AutoTokenizer.from_pretrained(tmp_path, trust_remote_code=True)
     assert trusting("a  b").input_ids == theirs("a  b").input_ids == ours.encode("a  b")
     assert load(tmp_path).stop_ids == ours.stop_ids
@@ -252,7 +251,7 @@ def test_qwen_vectors(qwen_folder):
     assert len(vectors) == 48
     for vector in vectors:
         assert plain.encode(vector["text"]) == vector["ids"], vector["text"]
-    assert (plain.vocab_size, plain.stop_ids, plain.pad_id) == (151665, (151643,), 151643)
+    assert (plain.vocab_size, plain.stop_ids) == (151665, (151643,))
     assert chat.stop_ids == (151645, 151643)  # the instruct model's files name <|im_end|>
     assert 151644 not in plain.encode("<|im_start|>")
     assert chat.decode([9707, 151645]) == "Hello"

@@ -79,7 +79,7 @@ def without_weights(config: ConfigDict) -> ConfigDict:
 
 def any_tokenizer(vocab_size: int) -> types.SimpleNamespace:
     """Stands for the tokenizer, of which programs need only this."""
-    return types.SimpleNamespace(stop_ids=(vocab_size - 1,), pad_id=0, vocab_size=vocab_size)
+    return types.SimpleNamespace(stop_ids=(vocab_size - 1,), vocab_size=vocab_size)
 
 
 def lowered_programs(built: components.Programs) -> dict[str, jax.stages.Lowered]:

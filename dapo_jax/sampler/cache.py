@@ -92,12 +92,9 @@ class Cache:
         `reader`; the other tokens in `response_pages`, numbered as in the block's list of pages.
         `given`: of the block's tokens those that are given, plus 1 each, and 0 for the sampled.
         """
-        tables = [
-            ("prompt_pages", np.int32, (self.pages_per_prompt,)),
-            ("response_pages", np.int32, (self.pages_per_response,)),
-        ]
-        if self.turns:
-            tables.append(("given", np.int32, (self.block_tokens,)))
+        tables = {"prompt_pages": self.pages_per_prompt, "response_pages": self.pages_per_response}
+        tables |= {"given": self.block_tokens} if self.turns else {}
+        tables = [(name, np.int32, (width,)) for name, width in tables.items()]
         return np.dtype([*((name, np.int32) for name in ROW_SCALARS), *tables])
 
 

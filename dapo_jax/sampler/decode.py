@@ -33,7 +33,6 @@ class Sampling:
     top_p: float
     top_k: int
     stop_ids: tuple[int, ...]
-    pad_id: int
     vocab_size: int
 
 
@@ -140,9 +139,8 @@ def decode_block(
     block. row_BX: `Cache.row_dtype`, as int32. page_P: the pages that the rows number; fewer than
     all are gathered, so that no step attends to the others. A token that is given (turns of an
     episode) is fed like a sampled one, ends nothing and has no log-probability. kernels: how to
-    multiply, and with
-    what to read just the live pages of prompt and response, if not by plain XLA. axis: the mesh
-    axis that the heads are split over.
+    multiply, and with what to read just the live pages of prompt and response, if not by plain XLA.
+    axis: the mesh axis that the heads are split over.
     """
     S, B = cache.block_tokens, len(row_BX)
     row = _columns(row_BX, cache)
@@ -183,7 +181,12 @@ def decode_block(
         i, active_B, token_B, block_kv, token_SB, logp_SB, route_SBLA = carry
 
         def attend(q_B1NH, k_B1KH, v_B1KH, *, layer):
-            block = _put(block_kv[layer], k_B1KH, v_B1KH, i)
+            k_BKHS, v_BKSH = block_kv[layer]
+            put = jax.lax.dynamic_update_slice_in_dim
+            block = (
+                put(k_BKHS, k_B1KH.transpose(0, 2, 3, 1), i, axis=3),
+                put(v_BKSH, v_B1KH.swapaxes(1, 2), i, axis=2),
+            )
             out_BNH = attend_slots(q_B1NH[:, 0], block, jnp.full(B, i + 1), layer=layer)
             return out_BNH[:, None], block
 
@@ -233,7 +236,7 @@ def decode_block(
         row["active"] > 0,
         row["token"],
         [(jnp.zeros((B, K, H, S), dtype), jnp.zeros((B, K, S, H), dtype)) for _ in pages],
-        jnp.full((S, B), samplings[0].pad_id, jnp.int32),
+        jnp.zeros((S, B), jnp.int32),
         jnp.zeros((S, B), jnp.float32),
         jnp.zeros((S, B, *config.routes), jnp.uint8) if config.routes else None,
     )
@@ -255,14 +258,6 @@ def _columns(row_BX, cache: Cache) -> dict[str, jax.Array]:
         first, width = offset // item_bytes, dtype.itemsize // item_bytes
         found[name] = row_BX[:, first : first + width] if dtype.shape else row_BX[:, first]
     return found
-
-
-def _put(block, k_B1KH, v_B1KH, i):
-    k_BKHS, v_BKSH = block
-    return (
-        jax.lax.dynamic_update_slice_in_dim(k_BKHS, k_B1KH.transpose(0, 2, 3, 1), i, axis=3),
-        jax.lax.dynamic_update_slice_in_dim(v_BKSH, v_B1KH.swapaxes(1, 2), i, axis=2),
-    )
 
 
 def _by_pieces(prompt_pages, pages, table: xla.PageTable, page_P, *, readers: int, windows):

@@ -118,10 +118,9 @@ class Engine:
     def decode(self, params, prompt_pages, pages, run_key_Z, rows, page_P, samplings):
         """Decodes a block: returns (pages, token_SB, logp_SB, route_SBLA or None).
 
-        All but pages from NumPy.
-
-        run_key_Z: the data of the streams' keys, uint32 [Z, 2]; samplings: a tuple of as many.
-        rows: `Cache.row_dtype`, of all shards. page_P: the pages that its tables number.
+        All but pages from NumPy. run_key_Z: the data of the streams' keys, uint32 [Z, 2];
+        samplings: a tuple of as many. rows: `Cache.row_dtype`, of all shards. page_P: the pages
+        that its tables number.
         """
         size = (len(rows) // self.shards, len(page_P) // self.shards)
         program = self._programs["decode", samplings, *size]

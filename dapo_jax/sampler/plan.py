@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dapo_jax.sampler.cache import NULL_PAGE, Buckets, Cache
+from dapo_jax.sampler.cache import NULL_PAGE, Buckets
 
 BALANCE_SLACK = 1 / 8  # of the mean: shards so far above it are worth the copies of rebalancing
 
@@ -91,13 +91,12 @@ def prefill_calls(
 
 
 class Moves(NamedTuple):
-    """Samples that go to other shards before a block, and the pages that are copied for it.
+    """The pages that are copied before a block, for samples that go to other shards.
 
-    int32 [*, 4]: from which shard and slot (or page) to which shard and slot (or page). A copy is
-    never of a page that another copy fills.
+    int32 [M, 4]: from which shard and page to which shard and page. A copy is never of a page that
+    another copy fills.
     """
 
-    slots_N4: np.ndarray
     prompt_pages_M4: np.ndarray
     pages_M4: np.ndarray
 
@@ -109,8 +108,9 @@ class Plan:
     prefills: of prompts; recomputes: of partial responses, into the pages of samples that were just
     admitted. preempted: samples that lost their slots and continue later from these tokens.
     sampled_N: tokens of the sample before the block. left_N: tokens until the limit. page_N: the
-    slot's own page that the block writes to. waiting: whether samples are left to fill slots with.
-    cache_use: the share of response pages that are taken, on the fullest shard.
+    slot's own page that the block writes to; newest_page_N: that of its newest token. waiting:
+    whether samples are left to fill slots with. cache_use: the share of response pages that are
+    taken, on the fullest shard.
     """
 
     prefills: list[Prefill]
@@ -124,6 +124,7 @@ class Plan:
     sampled_N: np.ndarray
     left_N: np.ndarray
     page_N: np.ndarray
+    newest_page_N: np.ndarray
     waiting: bool
     cache_use: float
 
@@ -141,43 +142,6 @@ def rebalance(count_D: np.ndarray) -> list[tuple[int, int]]:
         count_D[pairs[-1][0]] -= 1
         count_D[pairs[-1][1]] += 1
     return pairs
-
-
-def block_table(
-    rows_DB: Mapping[str, np.ndarray],
-    used_DP: np.ndarray,
-    sizes: Sequence[tuple[int, int]],
-    cache: Cache,
-    behind_N: np.ndarray,
-) -> tuple[np.ndarray, ...]:
-    """Returns (rows, page_P, row_N) of a planned block, in the smallest of the sizes.
-
-    rows_DB: the slots' rows, a table a column. used_DP: which pages are in use. sizes: the (rows,
-    pages) of a shard that are compiled, ascending. rows: `Cache.row_dtype`, on each shard those of
-    its occupied slots first, and of these those that are not `behind_N`; row_N is the place of
-    each. Columns that rows_DB lacks are for the caller to fill in. page_P: the pages that
-    `response_pages` numbers, those in use; where the size has the whole pool, as the pool does.
-    """
-    shards = len(used_DP)
-    shard_N, slot_N = np.nonzero(rows_DB["active"])
-    count_D = np.bincount(shard_N, minlength=shards)
-    used_DP[:, NULL_PAGE] = False
-    most_rows, most_pages = count_D.max(), used_DP.sum(axis=1).max() + 1
-    rows, pages = next(s for s in sizes if s[0] >= most_rows and s[1] >= most_pages)
-    row_N = np.empty_like(shard_N)
-    row_N[np.lexsort((behind_N, shard_N))] = shard_N * rows + ranks(shard_N)
-    table = np.zeros(shards * rows, cache.row_dtype)
-    for name, column_DB in rows_DB.items():
-        table[name][row_N] = column_DB[shard_N, slot_N]
-    if pages == cache.pages:
-        return table, np.tile(np.arange(pages, dtype=np.int32), shards), row_N
-    number_DP = np.cumsum(used_DP, axis=1, dtype=np.int32)  # from 1: NULL_PAGE stays 0
-    page_DP = np.full((shards, pages), NULL_PAGE, np.int32)
-    shard_U, page_U = np.nonzero(used_DP)
-    page_DP[shard_U, number_DP[shard_U, page_U]] = page_U
-    pool_NJ = table["response_pages"][row_N]
-    table["response_pages"][row_N] = number_DP[shard_N[:, None], pool_NJ]
-    return table, page_DP.reshape(-1), row_N
 
 
 def ranks(shard_N: np.ndarray) -> np.ndarray:

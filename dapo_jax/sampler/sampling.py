@@ -24,13 +24,8 @@ def request_keys(run_key, cursor_B, sample_B):
 
     run_key: of all requests, or [B].
     """
-
-    def request(run_key, cursor, sample):
-        return jax.random.fold_in(jax.random.fold_in(run_key, cursor), sample)
-
-    return jax.vmap(request, in_axes=(0 if run_key.ndim else None, 0, 0))(
-        run_key, cursor_B, sample_B
-    )
+    of_cursor = jax.vmap(jax.random.fold_in, in_axes=(0 if run_key.ndim else None, 0))
+    return jax.vmap(jax.random.fold_in)(of_cursor(run_key, cursor_B), sample_B)
 
 
 def uniform_at(key_B, position_B):

@@ -29,12 +29,13 @@ from dapo_jax.sampler.plan import (
     Plan,
     Prefill,
     Prefix,
-    block_table,
     copies,
     prefill_calls,
     ranks,
     rebalance,
 )
+
+_OF_CALLER = ("stream", "cursor", "token", "given")  # columns of a row
 
 
 class Scheduler:
@@ -45,15 +46,13 @@ class Scheduler:
         self._groups: dict[int, list[Prefix]] = {}  # the unfinished ones, by number
         self._queue: collections.deque[Prefix] = collections.deque()
         self._ready = [collections.deque[tuple[Prefix, int]]() for _ in range(shards)]  # samples
+        # pages: how many of the response. age: admissions before the slot's.
+        own = np.dtype([("prefix", object), *((it, np.int64) for it in ("group", "pages", "age"))])
         self._rows_DB = {  # of the slots: a table a column, a block looks at few
             name: np.zeros((shards, cache.slots, *dtype.shape), dtype.base)
-            for name, (dtype, _) in cache.row_dtype.fields.items()
-            if name not in ("stream", "cursor", "token", "given")  # the caller's
+            for name, (dtype, _) in {**cache.row_dtype.fields, **own.fields}.items()
+            if name not in _OF_CALLER
         }
-        self._group_DB = np.zeros((shards, cache.slots), np.int64)
-        self._prefix_DB = np.full((shards, cache.slots), None, object)
-        self._age_DB = np.zeros((shards, cache.slots), np.int64)  # admissions before the slot's
-        self._pages_DB = np.zeros((shards, cache.slots), np.int64)  # how many response pages
         self._admissions = 0
         self._parked: dict[tuple[int, int], Parked] = {}  # by group and sample
         self._free_DP = np.ones((shards, cache.pages), bool)
@@ -86,7 +85,7 @@ class Scheduler:
 
     def cancel(self, group: int) -> None:
         """Forgets an unfinished group; the tokens sampled for it are lost."""
-        for d, b in np.argwhere(self._active_DB & (self._group_DB == group)):
+        for d, b in np.argwhere(self._active_DB & (self._rows_DB["group"] == group)):
             self._leave(d, b)
         for parked in [key for key in self._parked if key[0] == group]:
             self._unpark(parked)
@@ -99,14 +98,13 @@ class Scheduler:
 
     def pages(self, d: int, b: int) -> np.ndarray:
         """Lists the pages of a slot's sample, in order."""
-        return self._rows_DB["response_pages"][d, b, : self._pages_DB[d, b]]
+        return self._rows_DB["response_pages"][d, b, : self._rows_DB["pages"][d, b]]
 
     @property
     def occupied(self) -> dict[tuple[int, int], tuple[int, int, int]]:
         """Maps the (group, sample) in each occupied slot to (shard, slot, its tokens)."""
         shard_N, slot_N = np.nonzero(self._active_DB)
-        tables = (self._group_DB, self._rows_DB["sample"], self._rows_DB["sampled"])
-        columns = (table_DB[shard_N, slot_N] for table_DB in tables)
+        columns = (self._rows_DB[it][shard_N, slot_N] for it in ("group", "sample", "sampled"))
         rows = np.stack([*columns, shard_N, slot_N], axis=1).tolist()
         return {(group, g): (d, b, tokens) for group, g, tokens, d, b in rows}
 
@@ -135,29 +133,54 @@ class Scheduler:
         preempted = self._grow()
         moves = self._rebalance(wait=more or bool(self._queue))
         recomputes = self._admit()
-        shard_N, slot_N = np.nonzero(self._active_DB)
-        rows_DB = self._rows_DB
-        sampled_N = rows_DB["sampled"][shard_N, slot_N]
-        page = sampled_N // self.cache.page_tokens
+        rows_DB, occupied = self._rows_DB, np.nonzero(self._active_DB)
+        sampled_N, C = rows_DB["sampled"][occupied], self.cache.page_tokens
         return Plan(
             prefills=prefills,
             recomputes=recomputes,
             preempted=preempted,
             moves=moves,
-            shard_N=shard_N,
-            slot_N=slot_N,
-            group_N=self._group_DB[shard_N, slot_N],
-            sample_N=rows_DB["sample"][shard_N, slot_N],
+            shard_N=occupied[0],
+            slot_N=occupied[1],
+            group_N=rows_DB["group"][occupied],
+            sample_N=rows_DB["sample"][occupied],
             sampled_N=sampled_N,
-            left_N=rows_DB["limit"][shard_N, slot_N] - sampled_N,
-            page_N=rows_DB["response_pages"][shard_N, slot_N, page],
+            left_N=rows_DB["limit"][occupied] - sampled_N,
+            page_N=rows_DB["response_pages"][*occupied, sampled_N // C],
+            newest_page_N=rows_DB["response_pages"][*occupied, np.maximum(sampled_N - 1, 0) // C],
             waiting=bool(self._queue) or any(self._ready),
             cache_use=1 - int(self._free_DP.sum(axis=1).min()) / (self.cache.pages - 1),
         )
 
     def table(self, sizes: Sequence[tuple[int, int]], behind_N) -> tuple[np.ndarray, ...]:
-        """Returns (rows, page_P, row_N) of the planned block, as `block_table` has them."""
-        return block_table(self._rows_DB, ~self._free_DP, sizes, self.cache, behind_N)
+        """Returns (rows, page_P, row_N) of the planned block, in the smallest of the sizes.
+
+        sizes: the (rows, pages) of a shard that are compiled, ascending. rows: `Cache.row_dtype`,
+        on each shard those of its occupied slots first, and of these those that are not `behind_N`;
+        row_N is the place of each. The columns `_OF_CALLER` are for the caller to fill in. page_P:
+        the pages that `response_pages` numbers, those in use; where the size has the whole pool, as
+        the pool does.
+        """
+        shard_N, slot_N = np.nonzero(self._active_DB)
+        used_DP = ~self._free_DP
+        used_DP[:, NULL_PAGE] = False
+        most_rows = np.bincount(shard_N, minlength=self.shards).max()
+        most_pages = used_DP.sum(axis=1).max() + 1
+        rows, pages = next(s for s in sizes if s[0] >= most_rows and s[1] >= most_pages)
+        row_N = np.empty_like(shard_N)
+        row_N[np.lexsort((behind_N, shard_N))] = shard_N * rows + ranks(shard_N)
+        table = np.zeros(self.shards * rows, self.cache.row_dtype)
+        for name in self._rows_DB.keys() & table.dtype.names:
+            table[name][row_N] = self._rows_DB[name][shard_N, slot_N]
+        if pages == self.cache.pages:
+            return table, np.tile(np.arange(pages, dtype=np.int32), self.shards), row_N
+        number_DP = np.cumsum(used_DP, axis=1, dtype=np.int32)  # from 1: NULL_PAGE stays 0
+        page_DP = np.full((self.shards, pages), NULL_PAGE, np.int32)
+        shard_U, page_U = np.nonzero(used_DP)
+        page_DP[shard_U, number_DP[shard_U, page_U]] = page_U
+        pool_NJ = table["response_pages"][row_N]
+        table["response_pages"][row_N] = number_DP[shard_N[:, None], pool_NJ]
+        return table, page_DP.reshape(-1), row_N
 
     def complete(
         self, used_N: np.ndarray, stopped_N: np.ndarray, parks_N: np.ndarray | None = None
@@ -175,8 +198,8 @@ class Scheduler:
         ended_N = stopped_N | (sampled_N == self._rows_DB["limit"][shard_N, slot_N])
         for n in np.flatnonzero(ended_N).tolist():
             d, b, tokens = int(shard_N[n]), int(slot_N[n]), int(sampled_N[n])
-            prefix, sample = self._prefix_DB[d, b], int(self._rows_DB["sample"][d, b])
-            age, pages = int(self._age_DB[d, b]), self._leave(d, b)
+            prefix, sample = self._in_slot(d, b)
+            age, pages = int(self._rows_DB["age"][d, b]), self._leave(d, b)
             finished.append(Finished(prefix.group, sample, tokens, bool(stopped_N[n]), d, pages))
             if parks_N is not None and parks_N[n]:
                 whole = tokens - tokens % self.cache.block_tokens  # a block is in one page
@@ -240,6 +263,9 @@ class Scheduler:
     def _ready_D(self) -> np.ndarray:
         return np.array(list(map(len, self._ready)))
 
+    def _in_slot(self, d: int, b: int) -> tuple[Prefix, int]:
+        return self._rows_DB["prefix"][d, b], int(self._rows_DB["sample"][d, b])
+
     def _wanted_D(self) -> np.ndarray:
         """Counts each shard's free slots less its ready samples; negative where those are more."""
         return (~self._active_DB).sum(axis=1) - self._ready_D()
@@ -288,13 +314,13 @@ class Scheduler:
         those that keep their tokens.
         """
         preempted = []
-        full_DB = self._rows_DB["sampled"] == self._pages_DB * self.cache.page_tokens
+        full_DB = self._rows_DB["sampled"] == self._rows_DB["pages"] * self.cache.page_tokens
         full_DB &= self._active_DB
         for d in np.flatnonzero(full_DB.sum(axis=1) > self._free_DP.sum(axis=1)).tolist():
             for b in self._by_age(d, full_DB[d]):
                 while full_DB[d, b] and not self._free_DP[d].any():
                     youngest = self._by_age(d, self._active_DB[d])[-1]
-                    if self._drop(d, younger_than=self._age_DB[d, youngest]):
+                    if self._drop(d, younger_than=self._rows_DB["age"][d, youngest]):
                         continue
                     full_DB[d, youngest] = False
                     preempted += self._preempt(d, youngest)
@@ -302,20 +328,20 @@ class Scheduler:
                     self._give_pages(np.array([d]), np.array([b]))
                     full_DB[d, b] = False
         shard_N, slot_N = np.nonzero(full_DB)
-        order = np.lexsort((self._age_DB[shard_N, slot_N], shard_N))
+        order = np.lexsort((self._rows_DB["age"][shard_N, slot_N], shard_N))
         self._give_pages(shard_N[order], slot_N[order])
         return preempted
 
     def _by_age(self, d: int, chosen_B: np.ndarray) -> list[int]:
         slots = np.flatnonzero(chosen_B)
-        return slots[np.argsort(self._age_DB[d, slots])].tolist()
+        return slots[np.argsort(self._rows_DB["age"][d, slots])].tolist()
 
     def _preempt(self, d: int, b: int) -> list[Finished]:
         """Makes a sample wait until there is room; returns it if it keeps its tokens.
 
         Otherwise it starts again, and its tokens will be the same.
         """
-        prefix, sample = self._prefix_DB[d, b], int(self._rows_DB["sample"][d, b])
+        prefix, sample = self._in_slot(d, b)
         tokens = int(self._rows_DB["sampled"][d, b])
         if prefix.keeps:
             prefix.first_tokens[sample] = tokens
@@ -355,10 +381,10 @@ class Scheduler:
         for d, b in zip(shard_N.tolist(), slot_N.tolist(), strict=True):
             self._enter(d, b, *self._ready[d].popleft())
         begun_N = self._rows_DB["sampled"][shard_N, slot_N]
-        has_none_N = self._pages_DB[shard_N, slot_N] == 0
+        has_none_N = self._rows_DB["pages"][shard_N, slot_N] == 0
         for page in range(int(begun_N.max(initial=0)) // cache.page_tokens + 1):
             needed_N = begun_N >= page * cache.page_tokens
-            needed_N &= self._pages_DB[shard_N, slot_N] <= page
+            needed_N &= self._rows_DB["pages"][shard_N, slot_N] <= page
             self._give_pages(shard_N[needed_N], slot_N[needed_N])
         begun_N = (begun_N > 0) & has_none_N  # parked ones have their pages
         return self._recomputes(shard_N[begun_N], slot_N[begun_N])
@@ -374,7 +400,7 @@ class Scheduler:
         """Makes the calls for partial responses in these slots, in order of shards."""
         taken: dict[int, list[list]] = {}  # as in `_assign`
         for d, b in zip(shard_N.tolist(), slot_N.tolist(), strict=True):
-            prefix, sample = self._prefix_DB[d, b], int(self._rows_DB["sample"][d, b])
+            prefix, sample = self._in_slot(d, b)
             tokens = prefix.first_tokens[sample]
             fed = prefix.prompt_tokens + tokens - 1
             bucket = self.cache.recompute_buckets.of(-(-fed // self.cache.page_tokens))
@@ -389,7 +415,7 @@ class Scheduler:
         First those that wait for a slot, then those with the fewest pages. Each takes a copy of its
         prompt; it stays where the other shard has too few pages for it.
         """
-        moves = Moves([], [], [])
+        moves = Moves([], [])
         count_D = self._active_DB.sum(axis=1) + self._ready_D()
         for d, e in [] if wait else rebalance(count_D):
             if self._ready[d]:
@@ -400,10 +426,12 @@ class Scheduler:
                     self._ready[d].pop()
                     self._ready[e].append((self._part(moves, prefix, sample, e), sample))
             else:
-                pages_B = np.where(self._active_DB[d], self._pages_DB[d], self.cache.pages)
+                pages_DB = self._rows_DB["pages"]
+                pages_B = np.where(self._active_DB[d], pages_DB[d], self.cache.pages)
                 b, c = int(pages_B.argmin()), int(self._active_DB[e].argmin())
-                if self._has_room(e, len(self._prefix_DB[d, b].pages), pages=pages_B[b]):
-                    self._move(moves, (d, b), (e, c))
+                prefix, sample = self._in_slot(d, b)
+                if self._has_room(e, len(prefix.pages), pages=pages_B[b]):
+                    self._move(moves, self._part(moves, prefix, sample, e), (d, b), (e, c))
         return Moves(*(np.array(rows, np.int32).reshape(-1, 4) for rows in moves))
 
     def _has_room(self, d: int, prompt_pages: int, *, pages: int) -> bool:
@@ -416,45 +444,41 @@ class Scheduler:
         self._groups[prefix.group].append(part)
         self._place(part, e, len(prefix.pages))
         moves.prompt_pages_M4.extend(copies(prefix.shard, prefix.pages, e, part.pages))
-        prefix.unfinished -= 1
-        if prefix.unfinished == 0:
-            self._release(prefix)
+        self._ended(prefix)
         return part
 
-    def _move(self, moves: Moves, old: tuple[int, int], new: tuple[int, int]) -> None:
-        d, e = old[0], new[0]
-        row = {name: column_DB[old].copy() for name, column_DB in self._rows_DB.items()}
-        group, age, count = self._group_DB[old], self._age_DB[old], self._pages_DB[old]
-        part = self._part(moves, self._prefix_DB[old], int(row["sample"]), e)
-        pages = np.flatnonzero(self._free_DP[e])[:count]
-        moves.slots_N4.append((*old, *new))
-        moves.pages_M4.extend(copies(d, self._leave(*old), e, pages))
-        self._free_DP[e, pages] = False
-        row["prompt_pages"][: len(part.pages)], row["response_pages"][:count] = part.pages, pages
-        for name, value in (row | {"reader": 0}).items():
-            self._rows_DB[name][new] = value
-        self._prefix_DB[new], self._group_DB[new] = part, group
-        self._age_DB[new], self._pages_DB[new] = age, count
+    def _move(
+        self, moves: Moves, prefix: Prefix, old: tuple[int, int], new: tuple[int, int]
+    ) -> None:
+        for column_DB in self._rows_DB.values():
+            column_DB[new] = column_DB[old]
+        self._rows_DB["prefix"][new], self._rows_DB["reader"][new] = prefix, 0
+        self._rows_DB["prompt_pages"][new][: len(prefix.pages)] = prefix.pages
+        pages = np.flatnonzero(self._free_DP[prefix.shard])[: self._rows_DB["pages"][old]]
+        self._rows_DB["response_pages"][new][: len(pages)] = pages
+        self._free_DP[prefix.shard, pages] = False
+        moves.pages_M4.extend(copies(old[0], self._leave(*old), prefix.shard, pages))
 
     def _enter(self, d: int, b: int, prefix: Prefix, sample: int) -> None:
+        anew = Parked(prefix, self._admissions, prefix.first_tokens[sample], np.zeros(0, int))
+        _, age, tokens, pages = self._parked.pop((prefix.group, sample), anew)
+        self._admissions += 1
         row = {
             "active": 1,
+            "prefix": prefix,
+            "group": prefix.group,
             "sample": sample,
-            "sampled": prefix.first_tokens[sample],
+            "sampled": tokens,
             "limit": prefix.limits[sample],
             "prompt_tokens": prefix.prompt_tokens - 1,
             "reader": prefix.samples.index(sample),
+            "pages": len(pages),
+            "age": age,
         }
         for name, value in row.items():
             self._rows_DB[name][d, b] = value
         self._rows_DB["prompt_pages"][d, b, : len(prefix.pages)] = prefix.pages
-        self._prefix_DB[d, b], self._group_DB[d, b] = prefix, prefix.group
-        self._age_DB[d, b] = self._admissions
-        self._admissions += 1
-        if parked := self._parked.pop((prefix.group, sample), None):
-            self._age_DB[d, b], self._rows_DB["sampled"][d, b] = parked.age, parked.tokens
-            self._rows_DB["response_pages"][d, b, : len(parked.pages)] = parked.pages
-            self._pages_DB[d, b] = len(parked.pages)
+        self._rows_DB["response_pages"][d, b, : len(pages)] = pages
 
     def _give_pages(self, shard_N: np.ndarray, slot_N: np.ndarray) -> None:
         """Gives each of the slots, which lie in order of shards, the lowest page that is free.
@@ -465,18 +489,16 @@ class Scheduler:
         shards = zip(self._free_DP, count_D, strict=True)
         page_N = np.concatenate([np.flatnonzero(free_P)[:count] for free_P, count in shards])
         self._free_DP[shard_N, page_N] = False
-        pages_N = self._pages_DB[shard_N, slot_N]
+        pages_N = self._rows_DB["pages"][shard_N, slot_N]
         self._rows_DB["response_pages"][shard_N, slot_N, pages_N] = page_N
-        self._pages_DB[shard_N, slot_N] = pages_N + 1
+        self._rows_DB["pages"][shard_N, slot_N] = pages_N + 1
 
     def _leave(self, d: int, b: int) -> np.ndarray:
         """Frees a slot and its sample's own pages, which are returned in order."""
-        pages = self._rows_DB["response_pages"][d, b, : self._pages_DB[d, b]].copy()
+        pages = self.pages(d, b).copy()
         self._free_DP[d, pages] = True
         for column_DB in self._rows_DB.values():
             column_DB[d, b] = 0
-        self._prefix_DB[d, b] = None
-        self._pages_DB[d, b] = 0
         return pages
 
     def _release(self, prefix: Prefix) -> None:

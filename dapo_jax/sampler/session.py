@@ -26,7 +26,7 @@ from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.engine import Engine
 from dapo_jax.sampler.plan import Finished, Moves, Plan, Prefill
 from dapo_jax.sampler.scheduler import Scheduler
-from dapo_jax.types import TRAINING, BlockRecord, Group, PartialGroup, Prompt, Response
+from dapo_jax.types import TRAINING, Group, PartialGroup, Prompt, Response, RolloutStats
 from sharding import rules
 
 # Tokens of an environment up to which an answer is fed in the block, a decode step each; behind a
@@ -69,8 +69,8 @@ class Session:
 
     With partial rollouts it may go on with newer weights (`pause`, `resume`): responses under way
     keep their pages, whose keys and values stay those of the weights that made them (as in
-    PipelineRL, arXiv 2509.19128). blocks: a record of every block since the weights came. seconds:
-    wall time of "prefill", "decode" and "host".
+    PipelineRL, arXiv 2509.19128). stats: the work since the weights came, with the wall seconds of
+    "prefill", "decode" and "host".
     """
 
     def __init__(
@@ -85,15 +85,15 @@ class Session:
         params: the sampler's, on the mesh. A stream's limit is at most what the cache is planned
         for. environments: answer the turns of the prompts that have one.
         """
-        self._environments, self._stalled = environments, False
-        cache = engine.cache
-        samplings = tuple(stream.sampling for stream in streams)
-        engine.compile(*samplings)
-        self._engine, self._samplings = engine, samplings
+        self._environments = environments or Environments({}, None, max_turns=0)  # plays none
+        self._stalled = False
+        self._engine, cache = engine, engine.cache
+        self._samplings = tuple(stream.sampling for stream in streams)
+        engine.compile(*self._samplings)
         self.resume(params)
         run_key_Z = np.stack([jax.random.key_data(stream.key) for stream in streams])
         self._run_key_Z = hosts.place(run_key_Z, rules.replicated(engine.mesh))
-        self._truncates_Z = np.array([s.top_p < 1 or s.top_k > 0 for s in samplings])
+        self._truncates_Z = np.array([s.top_p < 1 or s.top_k > 0 for s in self._samplings])
         self._prompt_pages, self._pages = engine.new_pages()
         self._scheduler = Scheduler(cache, engine.shards)
         self._groups: dict[int, _Unfinished] = {}  # by number
@@ -103,7 +103,6 @@ class Session:
         self._token_DPC, self._logp_DPC = np.zeros(pool, np.int32), np.zeros(pool, np.float32)
         routes = engine.config.routes
         self._route_DPCLA = np.zeros((*pool, *routes), np.uint8) if routes else None
-        self._newest_DB = np.zeros((engine.shards, cache.slots), np.int32)
         self._decoded = 0  # blocks so far
         self._asked: dict[Where, int] = {}  # turns without an answer yet: blocks then
         self._early: dict[Where, Answer] = {}  # answers that are not due
@@ -111,16 +110,12 @@ class Session:
     def resume(self, params) -> None:
         """Continues with these weights."""
         self._params = params
-        self.blocks: list[BlockRecord] = []
-        self.seconds = {"prefill": 0.0, "decode": 0.0, "host": 0.0}
-        if self._environments:
-            self.seconds["environment"] = 0.0
-        self.prefilled_prompts = 0
+        parts = ("prefill", "decode", "host", *["environment"] * self._engine.cache.turns)
+        self.stats = RolloutStats(seconds=dict.fromkeys(parts, 0.0))
 
     def close(self) -> None:
         """Frees the pages; nothing can be sampled after it."""
-        if self._environments:
-            self._environments.close()
+        self._environments.close()
         self._params = self._prompt_pages = self._pages = None
 
     def submit(
@@ -157,10 +152,9 @@ class Session:
         of_samples = zip(partial.responses, partial.unfinished_G, limits, strict=True)
         tokens = [self._whole_blocks(r, most) if more else None for r, more, most in of_samples]
         self._scheduler.submit(number, length, limits, first_tokens=tokens, keeps=keeps)
-        plays = self._environments is not None and self._environments.plays(prompt)
-        self._groups[number] = _Unfinished(
-            stream, cursor, prompt, partial.ended, list(partial.responses), plays
-        )
+        plays, responses = self._environments.plays(prompt), list(partial.responses)
+        group = _Unfinished(stream, cursor, prompt, partial.ended, responses, plays)
+        self._groups[number] = group
         self._name_Q2 = np.append(self._name_Q2, np.int32([[stream, cursor]]), axis=0)
 
     def _whole_blocks(self, response: Response, limit: int) -> int:
@@ -178,8 +172,7 @@ class Session:
         of_training = {g.cursor: n for n, g in self._groups.items() if g.stream == TRAINING}
         number = of_training[cursor]
         self._scheduler.cancel(number)
-        if self._environments:
-            self._environments.close(number)
+        self._environments.close(number)
         del self._groups[number]
 
     def pause(self) -> list[PartialGroup]:
@@ -223,14 +216,13 @@ class Session:
 
         They are in order of streams and cursors. more: as of `Scheduler.next_block`.
         """
+        spent, start = self.stats.seconds, time.perf_counter()
+        answered = self._take_answers()
+        if "environment" in spent:
+            spent["environment"] += time.perf_counter() - start
+        if not self._scheduler.has_work:
+            return answered
         start = time.perf_counter()
-        answered = []
-        if self._environments:
-            answered = self._take_answers()
-            self.seconds["environment"] += time.perf_counter() - start
-            if not self._scheduler.has_work:
-                return answered
-            start = time.perf_counter()
         plan = self._scheduler.next_block(more=more)
         for it in plan.preempted:
             group = self._groups[it.group]
@@ -251,7 +243,7 @@ class Session:
         rows["token"][row_N] = self._next_tokens(plan)
         rows["stream"][row_N], rows["cursor"][row_N] = stream_N, cursor_N
         known = self._known(plan)
-        if self._environments:
+        if self._engine.cache.turns:
             rows["given"][row_N] = known[0]
         launched = time.perf_counter()
         self._pages, *sampled = self._engine.decode(
@@ -268,55 +260,47 @@ class Session:
         of_rows = [a if a is None else a[:, row_N].swapaxes(0, 1) for a in sampled]
         used_N, stopped_N = self._keep(plan, *of_rows, *known)
         given_N = np.minimum((known[0] > 0).sum(axis=1), used_N)
-        self.blocks.append(
-            BlockRecord(
-                steps=int(used_N.max(initial=0)),
-                slots=self.slots,
-                stream_N=stream_N,
-                useful_N=used_N - given_N,
-                waiting=plan.waiting,
-                cache_use=plan.cache_use,
-            )
+        self.stats.add_block(
+            int(used_N.max(initial=0)),
+            self.slots,
+            used_N - given_N,
+            stream_N == TRAINING,
+            waiting=plan.waiting,
+            cache_use=plan.cache_use,
         )
         plays_N = np.array([self._groups[number].plays for number in plan.group_N.tolist()], bool)
         groups = self._finish(self._scheduler.complete(used_N, stopped_N, plays_N))
         groups = sorted([*answered, *groups], key=lambda group: (group.stream, group.cursor))
-        self.seconds["prefill"] += prefilled - planned
-        self.seconds["decode"] += decoded - launched
-        host_seconds = time.perf_counter() - decoded + launched - prefilled + planned - start
-        self.seconds["host"] += host_seconds
+        spent["prefill"] += prefilled - planned
+        spent["decode"] += decoded - launched
+        spent["host"] += time.perf_counter() - decoded + launched - prefilled + planned - start
         return groups
 
     def _prefill(self, prefills: list[Prefill]) -> None:
         for number_R, _, page_RI in prefills:
             tokens = page_RI.shape[1] * self._engine.cache.page_tokens
             tokens_RT = np.zeros((len(number_R), tokens), np.int32)
-            for row_T, number in zip(tokens_RT, number_R.tolist(), strict=True):
-                if number >= 0:
-                    prompt = self._groups[number].prompt.token_ids[:-1]
-                    row_T[: len(prompt)] = prompt
-                    self.prefilled_prompts += 1
+            groups = {r: self._groups[int(number_R[r])] for r in np.flatnonzero(number_R >= 0)}
+            for r, group in groups.items():
+                prompt = group.prompt.token_ids[:-1]
+                tokens_RT[r, : len(prompt)] = prompt
+            self.stats.prefilled_prompts += len(groups)
             self._prompt_pages, route_RTLA = self._engine.prefill(
                 self._params, self._prompt_pages, tokens_RT, page_RI
             )
-            for r, number in enumerate(number_R.tolist() if route_RTLA is not None else ()):
-                if number >= 0:
-                    group = self._groups[number]
-                    route_TLA = route_RTLA[r, : len(group.prompt.token_ids) - 1]
-                    group.prompt_route_TLA = route_TLA.copy()
+            for r, group in groups.items() if route_RTLA is not None else ():
+                of_prompt = len(group.prompt.token_ids) - 1
+                group.prompt_route_TLA = route_RTLA[r, :of_prompt].copy()
         jax.block_until_ready(self._prompt_pages)
 
     def _move(self, moves: Moves) -> None:
         """Copies the pages of samples that change shards, on the devices and on the host."""
         self._prompt_pages = self._engine.copy(self._prompt_pages, moves.prompt_pages_M4)
         self._pages = self._engine.copy(self._pages, moves.pages_M4)
-        for table, (d, at, e, to) in (
-            (self._token_DPC, moves.pages_M4.T),
-            (self._logp_DPC, moves.pages_M4.T),
-            (self._newest_DB, moves.slots_N4.T),
-            *(() if self._route_DPCLA is None else [(self._route_DPCLA, moves.pages_M4.T)]),
-        ):
-            table[e, to] = table[d, at]
+        d, at, e, to = moves.pages_M4.T
+        for table in (self._token_DPC, self._logp_DPC, self._route_DPCLA):
+            if table is not None:
+                table[e, to] = table[d, at]
 
     def _recompute(self, plan: Plan) -> None:
         """Gives partial responses that were just admitted their tokens, keys and values."""
@@ -341,7 +325,6 @@ class Session:
                 if self._route_DPCLA is not None:
                     of_prompt = len(prompt.token_ids) - 1
                     self._route_DPCLA[where] = partial.route_TLA[of_prompt : of_prompt + tokens]
-                self._newest_DB[d, b] = partial.tokens_T[tokens - 1]
             self._pages = self._engine.recompute(
                 self._params, self._pages, tokens_RT, tokens_R, begin_R, page_RI
             )
@@ -349,14 +332,10 @@ class Session:
 
     def _next_tokens(self, plan: Plan) -> np.ndarray:
         """Finds the token that each occupied slot feeds first: its newest, or its prompt's last."""
-        token_N = self._newest_DB[plan.shard_N, plan.slot_N]
+        newest_N = plan.sampled_N % self._engine.cache.page_tokens - 1
+        token_N = self._token_DPC[plan.shard_N, plan.newest_page_N, newest_N]
         for n in np.flatnonzero(plan.sampled_N == 0).tolist():
             token_N[n] = self._groups[int(plan.group_N[n])].prompt.token_ids[-1]
-        for n in np.flatnonzero(plan.sampled_N).tolist() if self._environments else ():
-            group, first = self._groups[int(plan.group_N[n])], plan.sampled_N[n]
-            known_T = group.partial[plan.sample_N[n]].tokens_T
-            if group.plays and first <= len(known_T):  # it may come from another slot
-                token_N[n] = known_T[first - 1]
         return token_N
 
     def _known(self, plan: Plan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -368,7 +347,7 @@ class Session:
         given_NS = np.zeros((len(plan.group_N), self._engine.cache.block_tokens), np.int32)
         logp_NS, is_end_NS = np.zeros(given_NS.shape, np.float32), np.zeros(given_NS.shape, bool)
         rows = zip(plan.group_N.tolist(), plan.sample_N, plan.sampled_N, strict=True)
-        for n, (number, sample, first) in enumerate(rows if self._environments else ()):
+        for n, (number, sample, first) in enumerate(rows if self._engine.cache.turns else ()):
             if self._groups[number].plays:
                 known = self._groups[number].partial[sample]
                 tokens_T = known.tokens_T[first : first + given_NS.shape[1]]
@@ -384,8 +363,7 @@ class Session:
 
         The tokens that a slot samples after its stop token or its limit are not used.
         """
-        N, S = token_NS.shape
-        cache = self._engine.cache
+        cache, S = self._engine.cache, token_NS.shape[1]
         is_stop_NS = np.isin(token_NS, self._samplings[0].stop_ids) & (given_NS == 0) | is_end_NS
         logp_NS = np.where(given_NS > 0, known_logp_NS, logp_NS)
         stop_N = np.where(is_stop_NS.any(axis=1), is_stop_NS.argmax(axis=1), S)
@@ -395,7 +373,6 @@ class Session:
         self._token_DPC[where], self._logp_DPC[where] = token_NS, logp_NS
         if route_NSLA is not None:
             self._route_DPCLA[where] = route_NSLA
-        self._newest_DB[plan.shard_N, plan.slot_N] = token_NS[np.arange(N), used_N - 1]
         return used_N, used_N == stop_N + 1
 
     def _finish(self, ended: list[Finished]) -> list[Group]:
@@ -448,10 +425,9 @@ class Session:
                     first = self._whole_blocks(group.partial[sample], limit)
                 self._scheduler.resume(number, sample, first_tokens=first)
                 continue
-            stopped = response.stopped and not answer.is_cut
             response = dataclasses.replace(
                 response,
-                stopped=stopped,
+                stopped=response.stopped and not answer.is_cut,
                 verdict=answer.verdict,
                 measures=answer.measures,
                 turns=answer.turns,
@@ -493,11 +469,9 @@ class Session:
         # Less where it went on behind whole blocks.
         before = group.partial[it.sample]
         ends = tuple(min(end, it.tokens) for end in before.ends)
-        given_T = None
-        if before.given_T is not None:
-            given_T = np.zeros(it.tokens, bool)
-            given_T[: len(before.given_T)] = before.given_T
-        route_TLA = self._route(group, it)
+        given_T, route_TLA = before.given_T, self._route(group, it)
+        if given_T is not None:
+            given_T = np.pad(given_T, (0, it.tokens - len(given_T)))
         return Response(
             tokens_T, logp_T, it.stopped, ends=ends, given_T=given_T, route_TLA=route_TLA
         )

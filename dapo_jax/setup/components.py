@@ -288,7 +288,6 @@ def sampling(config: ConfigDict, tokenizer: Tokenizer, **changes) -> Sampling:
         max_response_tokens=r.max_response_tokens,
         **chosen,
         stop_ids=tuple(tokenizer.stop_ids),
-        pad_id=tokenizer.pad_id,
         vocab_size=tokenizer.vocab_size,
     )
 

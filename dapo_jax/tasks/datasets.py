@@ -52,7 +52,7 @@ def load_dataset(
     try:
         examples, report = load_examples(task, settings["task"] or key)
         examples = [with_system(example, settings["system"]) for example in examples]
-        environment, tools, notes = None, None, report.notes
+        environment, tools, notes = None, None, [*report.notes]
         if name := settings["environment"]:
             environment = Factory.of(key, name, environment_seconds)
             examples = [environment.introduced(example) for example in examples]
@@ -60,16 +60,14 @@ def load_dataset(
             first = examples[0].prompt if examples and tools else ()
             if first and tokenizer.encode_chat(first, tools) == tokenizer.encode_chat(first):
                 call = '<tool_call>{"name": ..., "arguments": {...}}</tool_call>'
-                note = f"the chat template shows no tools: tell of them in the prompts ({call})"
-                notes = (*notes, note)
+                notes.append(f"the chat template shows no tools: tell of them in prompts ({call})")
             if tokenizer.rewrites_turns():
-                note = "the chat template rewrites earlier turns: here they stay as sampled"
-                notes = (*notes, note)
+                notes.append("the chat template rewrites earlier turns: here they stay as sampled")
         prompts, overlong = tokenize(
             examples, tokenizer, key, max_prompt_tokens=max_prompt_tokens, tools=tools
         )
         if 0 < (most := settings["max_prompts"]) < len(prompts):
-            notes = (*notes, f"the first {most:,} of {len(prompts):,} usable prompts (max_prompts)")
+            notes.append(f"the first {most:,} of {len(prompts):,} usable prompts (max_prompts)")
             prompts = prompts[:most]
         lengths = [len(prompt.token_ids) for prompt in prompts]
         report = dataclasses.replace(
@@ -79,7 +77,7 @@ def load_dataset(
             max_prompt_tokens=max_prompt_tokens,
             mean_tokens=float(np.mean(lengths)) if lengths else 0.0,
             longest_tokens=max(lengths, default=0),
-            notes=notes,
+            notes=tuple(notes),
         )
         if not prompts:
             change = "the task" if settings["task"] else "path, kind"

@@ -16,13 +16,14 @@ is no reward the task grades the last turn. Methods may be async. Host only: no 
 """
 
 import asyncio
+import concurrent.futures
 import dataclasses
 import inspect
 import json
 import re
 import threading
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from dapo_jax.outside import imported
@@ -42,14 +43,12 @@ class EnvironmentFailed(ValueError):
 class Factory:
     """Makes the environments of a data set.
 
-    name: "module:Class". seconds: the longest that one call may take. reads(text, schemas): a
-    turn's tool calls in the model's own form; where it finds none, `tool_calls` looks.
+    name: "module:Class". seconds: the longest that one call may take.
     """
 
     name: str
     make: Callable[[], Any]
     seconds: float
-    reads: Callable[[str, Sequence[Mapping]], Sequence[Mapping]] = lambda text, schemas: ()
 
     @classmethod
     def of(cls, key: str, name: str, seconds: float) -> "Factory":
@@ -97,13 +96,14 @@ def _without_self(tool: Callable) -> Callable:
 class Episode:
     """One environment in the middle of an episode.
 
-    turns, calls, failed_calls, timeouts: how many there were. Raises EnvironmentFailed for what
-    fails outside a tool.
+    reads(text, schemas): a turn's tool calls in the model's own form; where it finds none,
+    `tool_calls` looks. turns, calls, failed_calls, timeouts: how many there were. Raises
+    EnvironmentFailed for what fails outside a tool.
     """
 
-    def __init__(self, factory: Factory, example: Example):
+    def __init__(self, factory: Factory, example: Example, reads=lambda text, schemas: ()):
         self.turns = self.calls = self.failed_calls = self.timeouts = 0
-        self._factory, self._reward = factory, None
+        self._factory, self._reads, self._reward = factory, reads, None
         columns = {"prompt": list(example.prompt), "answer": example.answer}
         columns |= example.extra if isinstance(example.extra, Mapping) else {}
         self._environment = self._outside(lambda: _constructed(factory.make, columns))
@@ -127,7 +127,7 @@ class Episode:
         if self._factory.is_stepped:
             said = self._step(text)
         else:
-            calls = self._factory.reads(text, self._factory.schemas()) or tool_calls(text)
+            calls = self._reads(text, self._factory.schemas()) or tool_calls(text)
             said = [self._called(call) for call in calls]
         if said and self._given("is_done"):
             return []
@@ -231,34 +231,26 @@ def within(seconds: float, call: Callable) -> Any:
 
     A thread that hangs cannot be ended: it is left behind.
     """
-    found: dict[str, Any] = {}
+    found: concurrent.futures.Future = concurrent.futures.Future()
 
     def run():
         try:
             value = call()
-            found["value"] = asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value
-        except BaseException as error:
-            found["error"] = error
+            found.set_result(asyncio.run(value) if inspect.iscoroutine(value) else value)
+        except Exception as error:
+            found.set_exception(error)
+        except BaseException as error:  # of exit(), which a tool that runs code may be given
+            found.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
 
-    thread = threading.Thread(target=run, name="environment", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if isinstance(error := found.get("error"), Exception):
-        raise error
-    if error:  # of exit(), which a tool that runs code may be given
-        raise RuntimeError(f"{type(error).__name__}: {error}")
-    if "value" not in found:
+    threading.Thread(target=run, name="environment", daemon=True).start()
+    if not concurrent.futures.wait([found], seconds).done:
         raise TimeoutError(f"{TIMED_OUT} {seconds:g} s")
-    return found["value"]
+    return found.result()
 
 
 def _encodable(text: Any) -> Any:
     """Replaces halves of surrogate pairs, which a call's JSON may have and no tokenizer takes."""
     return text.encode(errors="replace").decode() if isinstance(text, str) else text
-
-
-async def _awaited(value: Any) -> Any:
-    return await value
 
 
 def tool_calls(text: str) -> list[Mapping | str]:

@@ -40,12 +40,11 @@ class DataReport:
     conflicting_prompts: int = 0
     conflicting_rows: int = 0
     bad_rows: int = 0
-    bad_row_notes: tuple[str, ...] = ()  # the first ones, and why
     overlong: int = 0
     max_prompt_tokens: int = 0  # the limit, once prompts are tokenized
     mean_tokens: float = 0.0  # of the kept prompts
     longest_tokens: int = 0
-    notes: tuple[str, ...] = ()  # what else a person should know of it
+    notes: tuple[str, ...] = ()  # the first bad rows, and what else a person should know of it
 
     def lines(self) -> list[str]:
         """Formats the report for the start banner, one string a line."""
@@ -57,8 +56,7 @@ class DataReport:
             f"{self.kept:,} prompts kept ({self.mean_tokens:.0f} tokens on average, "
             f"{self.longest_tokens:,} at most)"
         )
-        skipped = [f"  skipped {note}" for note in self.bad_row_notes]
-        return [line, *skipped, *(f"  {note}" for note in self.notes)]
+        return [line, *(f"  {note}" for note in self.notes)]
 
 
 def by_text(pairs: Sequence[tuple[str, str]]) -> list[bool]:
@@ -119,9 +117,9 @@ class Rows:
 
         Raises DataError where rows are bad and on_bad_row is "error".
         """
-        bad_rows, notes = sum(count for _, count in self._bad.values()), []
-        for first, count in self._bad.values():
-            notes.append(f"{first} ({count:,} such rows)" if count > 1 else first)
+        found = self._bad.values()
+        bad_rows = sum(count for _, count in found)
+        notes = [f"{first} ({n:,} such rows)" if n > 1 else first for first, n in found]
         if len(notes) > SHOWN_REASONS:
             notes[SHOWN_REASONS:] = [f"... {bad_rows:,} bad rows in all"]
         if notes and self._on_bad_row != "skip":
@@ -129,9 +127,10 @@ class Rows:
             raise DataError(f"{self._place}, {listed}. Mend them, or set data.on_bad_row=skip.")
         kept = [example for key, example in self._first.items() if key not in self._conflicts]
         conflicting_rows = sum(self._occurrences[key] for key in self._conflicts)
-        times, repeated = {*self._occurrences.values()}, ()
+        notes = [f"skipped {self._name}, {note}" for note in notes]
+        times = {*self._occurrences.values()}
         if len(times) == 1 and (n := max(times)) > 1:
-            repeated = (f"each prompt is there {n} times: in an evaluation, k is for that",)
+            notes.append(f"each prompt is there {n} times: in an evaluation, k is for that")
         return kept, DataReport(
             name=self._name,
             rows=self._row_count,
@@ -140,6 +139,5 @@ class Rows:
             conflicting_prompts=len(self._conflicts),
             conflicting_rows=conflicting_rows,
             bad_rows=bad_rows,
-            bad_row_notes=tuple(f"{self._name}, {note}" for note in notes),
-            notes=repeated,
+            notes=tuple(notes),
         )

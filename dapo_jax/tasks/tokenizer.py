@@ -64,7 +64,6 @@ class HuggingFaceTokenizer(PlainText):
 
     vocab_size: 1 + the largest id that exists; a model's padded vocabulary may be larger.
     stop_ids: ids that end a response, at least one.
-    pad_id: an id for filling arrays. It may equal a stop id: build masks from lengths, not from it.
     chat: "template" or "none", how messages become a prompt.
     date: the day that the template writes; "": today's, or that it writes none.
     opening: what the template begins an answer with, behind its header: "<think>\\n", or "".
@@ -107,8 +106,6 @@ class HuggingFaceTokenizer(PlainText):
                 ends.insert(0, self._end_of_turn())
             stop_tokens = list(filter(None, ends))
         self.stop_ids = _stop_ids(stop_tokens, ids, folder)
-        pad_id = self._tokenizer.pad_token_id
-        self.pad_id = self.stop_ids[0] if pad_id is None else pad_id
 
     def _rendered(self, *texts: str, more: Sequence[Message] = (), **arguments) -> str:
         """Renders a conversation by the template; "" where it takes no such conversation."""
@@ -217,8 +214,6 @@ class SentencePieceTokenizer(PlainText):
             ends = [*_end_ids(file.parent, self.vocab_size), self._processor.eos_id()]
             stop_tokens = [self._processor.id_to_piece(id) for id in ends if id >= 0]
         self.stop_ids = _stop_ids(stop_tokens, ids, file)
-        pad_id = self._processor.pad_id()
-        self.pad_id = pad_id if pad_id >= 0 else self.stop_ids[0]
 
     def encode(self, text: str) -> list[int]:
         return self._processor.encode(text)
@@ -242,8 +237,7 @@ def load_tokenizer(
     *,
     stop_tokens: Sequence[str] | None,
     chat: str,
-    date: str = "",
-    chat_args: Mapping[str, Any] | None = None,
+    **template,
 ) -> Tokenizer:
     """Reads a tokenizer from a Hugging Face directory or a sentencepiece model.
 
@@ -255,8 +249,8 @@ def load_tokenizer(
     chat: "template" (transformers' apply_chat_template) or "none" (the contents of the messages as
         plain text, with what the tokenizer puts around a text, such as <|begin_of_text|>); "auto":
         the first where there is a template.
-    date: the day, as 2026-11-27, of a template that writes one; "": today.
-    chat_args: more arguments of the template, as enable_thinking is of Qwen3's.
+    template: date, the day, as 2026-11-27, of one that writes it ("": today); chat_args, more
+        arguments of it, as enable_thinking is of Qwen3's.
 
     Raises FileNotFoundError for missing files and ValueError for files, stop tokens or templates
     that do not fit; both name the setting to change.
@@ -264,9 +258,7 @@ def load_tokenizer(
     path = epath.Path(path)
     there = [name for name in FILES[:-1] if (path / name).exists()] if path.is_dir() else []
     if there not in ([], ["tokenizer.model"]):
-        return HuggingFaceTokenizer(
-            path, stop_tokens=stop_tokens, chat=chat, date=date, chat_args=chat_args
-        )
+        return HuggingFaceTokenizer(path, stop_tokens=stop_tokens, chat=chat, **template)
     model_file = path / "tokenizer.model" if there else path
     if model_file.suffix != ".model" or not model_file.exists():
         raise FileNotFoundError(

@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from dapo_jax.types import Verdict
 from dapo_jax.verifier.math_rules import grade_box, grade_dapo, grade_strict, refuse
 
-__all__ = ["RULES", "Verdict", "check_ground_truth", "equal_answers", "verify", "verify_many"]
-
 _GRADERS = {"dapo": grade_dapo, "strict": grade_strict, "strict_box": grade_box}
 RULES = (*_GRADERS, "math_verify")
 _LINE, _BOX = "Answer: %s", r"\boxed{%s}"

@@ -106,8 +106,8 @@ def _end(process: subprocess.Popen, connection: multiprocessing.connection.Conne
 class Pool(contextlib.AbstractContextManager):
     """Workers that answer requests, each once, as many at a time as there are workers.
 
-    Threads may share a pool. Its workers live until `close`, the end of the `with` block or of the
-    process. Raises ChildProcessError where STARTS workers in a row are never ready.
+    Threads may share a pool. Its workers live until the end of the `with` block or of the process.
+    Raises ChildProcessError where STARTS workers in a row are never ready.
     """
 
     def __init__(self, entry: str, num_workers: int, cpu_seconds: float = CPU_SECONDS) -> None:
@@ -121,10 +121,7 @@ class Pool(contextlib.AbstractContextManager):
             self._idle.put(place)
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Kills the workers; safe to repeat."""
+        """Kills the workers."""
         with self._lock:
             self._closed = True
             for worker in self._workers:
@@ -132,7 +129,7 @@ class Pool(contextlib.AbstractContextManager):
         self._threads.shutdown(cancel_futures=True)
 
     def ask(self, requests: Iterable[bytes]) -> dict[bytes, Reply]:
-        """Has each request answered, equal ones once; raises RuntimeError after `close`."""
+        """Has each request answered, equal ones once; RuntimeError behind the `with` block."""
         requests = dict.fromkeys(requests)
         return dict(zip(requests, self._threads.map(self._answered, requests), strict=True))
 

@@ -54,7 +54,7 @@ def programs(preset: str, *, requests: int = 0, devices=None, **keys) -> compone
 def stream(built: components.Programs) -> Stream:
     """Makes a stream of plain samples that no token ends."""
     vocab_size = built.sizes.vocab_size
-    ids = types.SimpleNamespace(stop_ids=(NO_STOP,), pad_id=0, vocab_size=vocab_size)
+    ids = types.SimpleNamespace(stop_ids=(NO_STOP,), vocab_size=vocab_size)
     return Stream(jax.random.key(1), components.sampling(built.config, ids))
 
 

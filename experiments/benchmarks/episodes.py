@@ -91,11 +91,9 @@ def main(_):
         responses = [response for group in groups for response in group.responses]
         tokens = sum(len(response.tokens_T) for response in responses)
         given = sum(int(np.sum(~response.sampled_T)) for response in responses)
-        blocks = [block for block in session.blocks if block.waiting]
-        steps = sum(block.steps * block.slots for block in blocks)
-        free = sum(block.steps * (block.slots - len(block.useful_N)) for block in blocks)
-        step_seconds = seconds / sum(block.steps for block in session.blocks)
-        found = seconds / tokens, free / max(steps, 1), given / tokens, step_seconds
+        stats = session.stats
+        idle = 1 - stats.busy_waiting_slot_steps / max(stats.waiting_slot_steps, 1)
+        found = seconds / tokens, idle, given / tokens, seconds / stats.decode_steps
         lengths_PG = [[len(response.tokens_T) for response in it.responses] for it in groups]
         return (*found, cpu_seconds / tokens), lengths_PG
 
@@ -118,7 +116,7 @@ def main(_):
         speeds = f"{1 / cost:,.0f}", f"{1 / cpu:,.0f}", f"{cost / one:.2f}"
         rows.append([name, *speeds, f"{idle:.1%}", f"{given:.0%}", f"{1e3 * step:.1f}"])
     head = ["", "tokens/s", "tokens a CPU second", "time a token over one response's"]
-    head += ["slots empty while prompts wait", "given", "ms a step"]
+    head += ["slot steps without a sampled token while prompts wait", "given", "ms a step"]
     print("\n".join(table(head, rows)))
 
 
