@@ -34,30 +34,25 @@ HOP = ("connection", "keep-alive", "transfer-encoding", "content-length", "host"
 class Fault:
     """The treatment of requests whose "METHOD path?query" matches `pattern`.
 
-    every: it meets one in so many of them. times: and then no more than so many. status, words: of
-    the answer in the server's place. lost: "request" closes the connection before the server has
-    it, "answer" in the middle of the answer, when the server has done it. act: is called before the
-    request is passed on. met: those that it met so far.
+    nth: it meets that one of them alone; 0: all. status, words: of the answer in the server's
+    place. lost: "request" closes the connection before the server has it, "answer" in the middle of
+    the answer, when the server has done it. act: is called before the request is passed on.
+    matched: how many requests did so far.
     """
 
     pattern: str
-    every: int = 1
-    times: int = 2**31
+    nth: int = 0
     status: int = 0
     words: str = ""
     lost: str = ""
     act: Callable[[], None] | None = None
     matched: int = 0
-    met: int = 0
 
     def meets(self, request: str) -> bool:
         """Counts a request; says whether it is one to fail."""
-        if self.met >= self.times or not re.search(self.pattern, request):
-            return False
-        self.matched += 1
-        meets = self.matched % self.every == 0
-        self.met += meets
-        return meets
+        matches = bool(re.search(self.pattern, request))
+        self.matched += matches
+        return matches and self.nth in (0, self.matched)
 
 
 class Bucket:

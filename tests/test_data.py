@@ -18,9 +18,6 @@ from dapo_jax.tasks.templates import PROMPT_TEMPLATE
 from dapo_jax.types import Example
 from dapo_jax.verifier import RULES, check_ground_truth
 
-STRUCT = pa.struct({"content": pa.string(), "role": pa.string()})
-GRADED = pa.struct({"ground_truth": pa.string(), "style": pa.string()})
-DAPO_TYPE = pa.schema({"prompt": pa.list_(STRUCT), "reward_model": GRADED})
 MESSAGE = {"role": "user", "content": "a"}
 
 
@@ -44,7 +41,7 @@ def dapo_row(problem, answer):
 
 
 def write_dapo(path, rows):
-    pq.write_table(pa.Table.from_pylist(rows, schema=DAPO_TYPE), path)
+    pq.write_table(pa.Table.from_pylist(rows), path)
     return path
 
 

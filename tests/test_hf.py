@@ -248,10 +248,13 @@ def test_convert_keeps_tokenizer_and_config_and_rounds_the_weights(tmp_path):
     save_hf(params, UNTIED, start, extra_config=extra)
     (start / "tokenizer.json").write_text("{}")
     (start / "generation_config.json").write_text('{"top_p": 0.7}')
+    (template := start / "additional_chat_templates" / "tool_use.jinja").parent.mkdir()
+    template.write_text("{{ 1 }}")
     (start / "README.md").write_text("not copied")
     assert "parameters in float32" in convert(f"hf:{start}", f"hf:{end}", dtype="float32")
-    names = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
-    assert sorted(p.name for p in end.iterdir()) == names
+    names = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+    names.add(str(template.relative_to(start)))
+    assert {str(it.relative_to(end)) for it in end.rglob("*") if it.is_file()} == names
     for name in names:
         assert (end / name).read_bytes() == (start / name).read_bytes()
     convert(f"hf:{start}", f"hf:{tmp_path / 'half'}", dtype="bfloat16")
