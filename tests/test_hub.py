@@ -34,10 +34,7 @@ def served(tmp_path, monkeypatch):
         files = dict.fromkeys(("data/train.jsonl", "data/test.jsonl"), ROWS)
         it.commit("someone/sums", files, kind="dataset")
         home, template = tmp_path / "home", it.url + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setenv("HF_ENDPOINT", it.url)
-        monkeypatch.setenv("HF_HOME", str(home))
-        for name in ("HF_HUB_OFFLINE", "HF_TOKEN"):
-            monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv("HF_TOKEN", raising=False)
         for name, value in {  # what the library made of the environment when it was imported
             **{"ENDPOINT": it.url, "HUGGINGFACE_CO_URL_TEMPLATE": template},
             **{"HF_HUB_CACHE": str(home / "hub"), "HF_TOKEN_PATH": str(home / "token")},

@@ -103,7 +103,6 @@ REFUSED = [
     (flag, "--config.eps_high=0.3", r"Did you mean --config\.algo\.eps_high\?"),
     (flag, "--config.eval.sets.arithmetic.top_q=1", "mean --config.eval.sets.arithmetic.top_p"),
     (flag, "--config.algo.gate=clip", "its name is --config.algo.policy_loss now"),
-    (flag, "--config.num_steps=3.5", r"--config.num_steps=3.5: invalid literal for int\(\)"),
     (flag, f"{NEW}new.promt_field=x", "promt_field.*Did you mean .*prompt_field"),
     (flag, f"{NEW}math-500.k=1", "sets.math-500: .* a name of letters, digits and _"),
     (flag, f"{NEW}arithmatic.count=3", r"has no such set \(Did you mean arithmetic\?"),
