@@ -399,6 +399,7 @@ def test_workers_keep_time_where_its_signal_is_ignored_and_end_with_a_killed_pro
         "import os, signal\n"
         "from dapo_jax.verifier.symbolic_rules import SymbolicVerifier\n"
         "signal.signal(signal.SIGPROF, signal.SIG_IGN)\n"
+        "os.dup2(os.open(os.devnull, os.O_WRONLY), 2)\n"  # which `ran` reads to its end
         "verifier = SymbolicVerifier(num_workers=1, cpu_seconds=0.2)\n"
         f"(verdict,) = verifier.verify_many([{HANGS!r}], ['x^2'])\n"
         "print(verdict.status, verifier._workers[0].process.pid, flush=True)\n"
