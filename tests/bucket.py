@@ -25,6 +25,8 @@ import pytest
 from etils.epath import backend
 from processes import free_port, wait_for
 
+# What the API says to an account without the right.
+WORDS = {403: "a@b.iam.gserviceaccount.com does not have storage.objects.create access."}
 HOP = ("connection", "keep-alive", "transfer-encoding", "content-length", "host", "expect")
 
 
@@ -32,16 +34,15 @@ HOP = ("connection", "keep-alive", "transfer-encoding", "content-length", "host"
 class Fault:
     """The treatment of requests whose "METHOD path?query" matches `pattern`.
 
-    nth: it meets that one of them alone; 0: all. status, words: of the answer in the server's
-    place. lost: "request" closes the connection before the server has it, "answer" in the middle of
-    the answer, when the server has done it. act: is called before the request is passed on.
-    matched: how many requests did so far.
+    nth: it meets that one of them alone; 0: all. status: of the answer in the server's place. lost:
+    "request" closes the connection before the server has it, "answer" in the middle of the answer,
+    when the server has done it. act: is called before the request is passed on. matched: how many
+    requests did so far.
     """
 
     pattern: str
     nth: int = 0
     status: int = 0
-    words: str = ""
     lost: str = ""
     act: Callable[[], None] | None = None
     matched: int = 0
@@ -139,7 +140,7 @@ def _handler(bucket: Bucket):
                 fault.act()
             if fault and fault.status:
                 status, headers = fault.status, [("Content-Type", "application/json")]
-                words = fault.words or http.client.responses[status]
+                words = WORDS.get(status, http.client.responses[status])
                 error = {"error": {"code": status, "message": words, "errors": []}}
                 content = json.dumps(error).encode()
             else:
