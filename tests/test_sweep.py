@@ -11,7 +11,7 @@ import threading
 
 import numpy as np
 import pytest
-from processes import ran, started, wait_for
+from processes import ran, wait_for
 from scipy import stats
 
 from dapo_jax.logs.files import locked
@@ -256,7 +256,7 @@ def test_a_sweep_is_stopped_goes_on_and_ends_in_tables(tmp_path, capsys):
     runs = read_rows_file(tmp_path / "rows.jsonl.gz")
     found = [(run.arm, run.seed, len(run.rows)) for run in runs.values()]
     assert found == [(arm, seed, 2) for arm in plan.arms for seed in (0, 1)]
-    assert text == markdown(runs, title="Sweep of configs/tiny.py"), "the rows alone make it"
+    assert text == markdown(runs, title="Sweep of configs/tiny.py")
 
     more, _ = _points(tmp_path, {f"{A}/seed_2": ["fail"]}, seeds="3")
     assert ended(more) == 1
@@ -266,23 +266,14 @@ def test_a_sweep_is_stopped_goes_on_and_ends_in_tables(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_real_sweep_is_stopped_and_goes_on(tmp_path):
-    """Two arms whose clips hardly bind share prompts and samples; both end as uninterrupted."""
+def test_arms_of_a_real_sweep_share_prompts_and_samples(tmp_path):
+    """Two whose clips hardly bind do, until their policies differ."""
     folder = tmp_path / "sweep"
     command = ["-m", "dapo_jax.sweep", "--config=tests/small_config.py", f"--workdir={folder}"]
     command += ["--set=algo.eps_high=0.2,0.28", "--seeds=1,", "--jobs=2"]
-    command += ["--config.num_steps=2", "--config.eval.every_steps=0"]
-    rows = [folder / f"eps_high={arm}" / "seed_1" / "metrics.jsonl" for arm in (0.2, 0.28)]
-    with started(command) as (first,):
-        wait_for(lambda: any(path.exists() and path.read_text() for path in rows), seconds=300)
-        first.send_signal(signal.SIGTERM)
-        said, _ = first.communicate(timeout=300)
-    assert first.returncode == 75 and "the same command goes on" in said
-    assert "ended with" not in said
-    printed = ran(*command).stdout
+    command += ["--config.num_steps=1", "--config.eval.every_steps=0"]
+    assert "Differences from eps_high=0.2" in ran(*command).stdout
     runs = read_rows_file(folder / "rows.jsonl.gz")
-    assert [len(run.rows) for run in runs.values()] == [2, 2]
-    assert max(len(run.starts) for run in runs.values()) == 2
+    assert [len(run.rows) for run in runs.values()] == [1, 1]
     (a, b) = (run.rows[0]["response_tokens/mean"] for run in runs.values())
-    assert a == b, "the same seed samples the same responses until the policies differ"
-    assert "Differences from eps_high=0.2" in printed
+    assert a == b

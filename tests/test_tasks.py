@@ -150,17 +150,17 @@ def test_what_a_task_must_not_load_is_named(loaded, message):
 SMALL = "--config=tests/small_config.py"
 
 
-def run(command, workdir, *flags):
-    flags = (f"--config.{flag}" for flag in ("mesh.cpu_devices=1", *flags))
-    command = ("-m", f"dapo_jax.{command}", SMALL, f"--workdir={workdir}", *flags)
-    return ran(*command, PYTHONPATH=f"{ROOT}:{OUTSIDE}").stdout
-
-
 @pytest.mark.slow
 def test_a_task_and_an_evaluation_set_from_outside(tmp_path):
     """The rewards are the task's scores; a new set is evaluated beside those of the config."""
+
+    def run(command, *flags):
+        given = (f"--config.{flag}" for flag in ("mesh.cpu_devices=1", *flags))
+        command = ("-m", f"dapo_jax.{command}", SMALL, f"--workdir={tmp_path}", *given)
+        return ran(*command, PYTHONPATH=f"{ROOT}:{OUTSIDE}").stdout
+
     flags = ("num_steps=1", "algo.dynamic_sampling=False", "eval.every_steps=0")
-    run("train", tmp_path, *flags, f"data.train.task={COUNTDOWN}", "data.train.count=50")
+    run("train", *flags, f"data.train.task={COUNTDOWN}", "data.train.count=50")
     (row,) = read_rows(tmp_path / "metrics.jsonl")
     sampled = [json.loads(line) for line in responses(tmp_path, 0).splitlines()]
     score = {"correct": 1.0, "wrong": 0.1, "no_answer": -1.0}
@@ -174,7 +174,7 @@ def test_a_task_and_an_evaluation_set_from_outside(tmp_path):
     of_set = (f"path={file}", "prompt_field=problem", "template=dapo", "k=2", "max_prompts=2")
     of_set += ("rules=strict_box",)  # in which the policy never answers
     flags = [f"eval.sets.wild.{it}" for it in of_set]
-    printed = run("evaluate", tmp_path, *flags, "eval.sets.arithmetic.count=3")
+    printed = run("evaluate", *flags, "eval.sets.arithmetic.count=3")
     assert "wild: 100% of the responses have no answer that is found" in printed
     results = [json.loads(path.read_text()) for path in (tmp_path / "eval").glob("1.*.json")]
     sets = {name: scores for result in results for name, scores in result["sets"].items()}

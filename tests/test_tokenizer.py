@@ -1,13 +1,11 @@
 """Tokenizers: ids, round trips, stop tokens, chat templates and what is refused."""
 
 import json
-import shutil
 
 import numpy as np
 import pytest
 import sentencepiece
 from byte_tokenizers import CHATML, CONTROL, WHOLE, bpe, load, user
-from processes import ROOT
 from transformers import AutoTokenizer
 
 from dapo_jax.convert import convert
@@ -209,17 +207,6 @@ def test_a_response_loses_the_token_that_stopped_it_alone(special, tmp_path):
         task = FormatAnswer(path="x", rules="strict")
         group = graded(Group(0, prompt, (response,)), task=task, tokenizer=tokenizer)
         assert (group.responses[0].text, group.correct_G[0]) == (text, True)
-
-
-def test_named_chat_templates_are_exported_too(bpe_folder, tmp_path):
-    folder = copy_of(bpe_folder, tmp_path, chat_template=CHATML)
-    for name in ("config.json", "model.safetensors"):
-        shutil.copy(ROOT / "experiments/tiny_base/checkpoint" / name, folder / name)
-    named = "additional_chat_templates/tool_use.jinja"
-    (folder / named).parent.mkdir()
-    (folder / named).write_text("{{ 1 }}")
-    assert named in convert(f"hf:{folder}", f"hf:{tmp_path / 'out'}", dtype="float32")
-    assert (tmp_path / "out" / named).read_text() == "{{ 1 }}"
 
 
 def test_an_exported_sentencepiece_model_has_its_ids_in_transformers(tmp_path):

@@ -1,7 +1,6 @@
 """Writers of one's own: what they are given, and that none of them ends a run."""
 
 import functools
-import importlib.machinery
 import sys
 import types
 from typing import ClassVar
@@ -66,11 +65,11 @@ def test_one_that_fails_is_said_once_and_the_others_get_all(tmp_path, monkeypatc
 def fake(monkeypatch, name: str, calls: list, **functions) -> None:
     """Puts a package in place of one that is not here; calls: what it is told, and when it ends."""
     package = types.ModuleType(name)
-    package.__spec__ = importlib.machinery.ModuleSpec(name, None)
     package.Table = lambda columns, data: (columns, data)
     package.finish = lambda: calls.append("finished")
     vars(package).update(functions)
     monkeypatch.setitem(sys.modules, name, package)
+    monkeypatch.setattr(writers.importlib.util, "find_spec", lambda name: True)
     package.init = lambda *names, **settings: calls.append((*names, settings)) or package
 
 
