@@ -81,8 +81,8 @@ def collect(
         while not step.has_enough():
             for place in step.prompts():
                 submit(place, plan.prompt_at(place))
-            found = f"{len(step.counting)} of {len(step.groups)} groups count"
-            report(f"rollout: {found}, {plan.num_prompts} wanted")
+            found = f"{len(step.counting)} of {plan.num_prompts} groups"
+            report(f"rollout: {found}, {len(step.groups)} graded")
             done = session.step(more=step.wants_more()) if session.unfinished else []
             on_other_groups([group for group in done if group.stream != TRAINING])
             step.add(grading.exchange([group for group in done if group.stream == TRAINING]))

@@ -186,7 +186,7 @@ def test_the_stats_add_up():
     how = {"dynamic_sampling": False, "session": session, "report": reports.append}
     rollouts = run(scripted, num_prompts=2, **how)
     assert (rollouts.kept.tolist(), rollouts.cursor, rollouts.issued) == ([0, 1], 2, 2)
-    assert reports[0] == "rollout: 0 of 0 groups count, 2 wanted"
+    assert reports[0] == "rollout: 0 of 2 groups, 0 graded"
     stats = rollouts.stats
     assert steps(session) == [
         ("step", 2, 4, 4, 4, 1, 4),

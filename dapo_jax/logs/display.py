@@ -52,7 +52,7 @@ class Display:
         self._last_line_seconds = time.monotonic()
 
     def phase(self, text: str) -> None:
-        """Says what is going on now, for instance 'rollout: 24/32 informative groups'."""
+        """Says what is going on now, for instance 'rollout: 24 of 32 groups, 61 graded'."""
         if self._is_terminal:
             progress = f"step {self._done}/{self._num_steps}, eta {self._eta()}, {printable(text)}"
             self._print(f"\r{progress[:PROGRESS_COLUMNS]:{PROGRESS_COLUMNS}}", end="")
