@@ -30,6 +30,7 @@ from dapo_jax.logs.files import json_digest
 from dapo_jax.process import hosts
 from dapo_jax.sampler.session import Session
 from dapo_jax.setup import components, dry_run, start
+from sharding import rules
 
 
 def train(config, workdir: pathlib.Path, parent=None, profile: int | None = None) -> None:
@@ -49,7 +50,7 @@ def train(config, workdir: pathlib.Path, parent=None, profile: int | None = None
             evaluate_alone(run, state, run.step)  # a fork: all have a first point
         session = None  # of partial rollouts: it goes on in the next step
         for step in range(run.step, config.num_steps):
-            folder = workdir / "profile" / str(hosts.number() or "")
+            folder = workdir / "profile" / str(jax.process_index() or "")
             with jax.profiler.trace(folder) if step == profile else contextlib.nullcontext():
                 state, progress, session, stopped = rl_step(run, step, state, progress, session)
             if stopped:
@@ -163,6 +164,7 @@ def update(run: start.Run, state: learner.TrainState, rollouts, advantage_PG, ra
             dataclasses.replace(batch, old_logp_BT=run.old_logprobs(*policy, batch))
             for batch in batches
         ]
+    rate = hosts.place(rate, rules.replicated(programs.mesh))
     for i, batch in enumerate(batches):
         run.record.display.phase(f"update: {i + 1}/{run.config.updates_per_step}")
         state, found = run.update(state, run.start_weights, batch, rate)

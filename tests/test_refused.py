@@ -164,7 +164,7 @@ def test_it_is_refused_in_one_line(refuses, given, words, monkeypatch):
         ("c.rollout.max_respnse_tokens = 5", ["no key 'rollout.max_respnse_tokens' (Did you mean"]),
         ("c.algoo.x = 1", ["'algoo' Did you mean \"algo\""]),
         ("c.mine = {'a': 1}; c.seed = 'x'", ["no key 'mine.a'", "seed = 'x', but must be of type"]),
-        ("c.rollout = 5", ["rollout = 5, but is a section"]),
+        ("c.rollout = 5", ["the config has no key 'rollout'"]),
         ("c.data.mixture.m = {'wieght': 2}", ["no key 'data.mixture.m.wieght' (Did you mean data"]),
         ("c.log.writers = 'wandb'", ["log.writers = 'wandb', but must be of type tuple"]),
         ("c.data.train = base.dataset(tsak='')", ["a data set has no tsak"]),

@@ -141,11 +141,6 @@ def count() -> int:
     return jax.process_count()
 
 
-def number() -> int:
-    """Returns this process's number, from 0."""
-    return jax.process_index()
-
-
 def is_main_host() -> bool:
     """Returns whether this process writes the files that all processes would write alike."""
     return jax.process_index() == 0

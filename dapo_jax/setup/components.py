@@ -15,7 +15,6 @@ from configs.base import eval_settings, has_environments, mixture_settings
 from dapo_jax import hub, learner
 from dapo_jax.episodes import Environments
 from dapo_jax.losses import takes_old_logp
-from dapo_jax.process import hosts
 from dapo_jax.rollout import StepPlan, success_by
 from dapo_jax.sampler.cache import SPREAD_READERS, Cache, plan_cache
 from dapo_jax.sampler.decode import Sampling
@@ -68,12 +67,7 @@ class Programs:
 
     def compile_update(self) -> Callable:
         """The update, compiled: what does not fit shows before anything is sampled."""
-        update, everywhere = self._for_all_rows(self.lower_update), rules.replicated(self.mesh)
-
-        def run(state, start_weights, batch, rate: float):
-            return update(state, start_weights, batch, hosts.place(rate, everywhere))
-
-        return run
+        return self._for_all_rows(self.lower_update)
 
     def lower_old_logprobs(self, row_tokens: int) -> jax.stages.Lowered:
         """The learner's own old log-probabilities of such a batch, ready to compile."""
