@@ -34,11 +34,9 @@ def found(path: str) -> str:
 
 def complete(config: ConfigDict) -> None:
     """Completes, in an unlocked config, every path that exists beside the code alone."""
-    for name, value in config.items():
-        if isinstance(value, ConfigDict):
-            complete(value)
-        elif name == "path" and isinstance(value, str):
-            config[name] = found(value)
+    for name, value in base.leaves(config):
+        if name.endswith(".path"):
+            config.update_from_flattened_dict({name: found(value)})
 
 
 def on_defaults(given: ConfigDict) -> tuple[ConfigDict, list[str]]:

@@ -94,7 +94,7 @@ def sample(run: start.Run, step: int, state, progress: Progress, session, watch)
     if session:
         session.resume(weights)
     else:
-        session = new_session(run, weights)
+        session = run.session(weights, *run.streams)
     del weights
     expected_rate = min(1.0, r.num_prompts / r.generation_prompts)
     if last := progress.row:
@@ -117,12 +117,6 @@ def sample(run: start.Run, step: int, state, progress: Progress, session, watch)
             return rollouts, {}, goes_on
         with watch("evaluate"):
             return rollouts, scores_of(run, evaluation, finished_steps=step), goes_on
-
-
-def new_session(run: start.Run, weights: dict) -> Session:
-    """Makes a session of the run's streams, training's first."""
-    environments = components.environments(run.config, run.data, run.tokenizer)
-    return Session(run.programs.engine, weights, *run.streams, environments=environments)
 
 
 def at_generation_cap(run: start.Run, step: int, rollouts) -> str | None:
@@ -243,7 +237,7 @@ def with_scores(scores: Mapping, found: Mapping[int, Mapping], run: start.Run) -
 
 def evaluate_alone(run: start.Run, state: learner.TrainState, finished_steps: int):
     """Evaluates all sets in a session of their own; returns the scores as keys of a row."""
-    session = new_session(run, run.sampler_weights(state.params))
+    session = run.session(run.sampler_weights(state.params), *run.streams)
     with Evaluation(session, run.sets, first_stream=1) as evaluation:
         return scores_of(run, evaluation, finished_steps)
 

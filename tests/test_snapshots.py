@@ -78,7 +78,7 @@ def test_what_a_process_ends_with_says_what_failed(tmp_path, monkeypatch):
     run._fail(jax.errors.JaxRuntimeError(text))
     (full, unsaved, lost), statuses = zip(*said, strict=True)
     assert "2: No space left on device" in full and {*statuses} == {RETRYABLE}
-    assert lost.startswith(f"another process is gone ({text})")
+    assert lost.startswith(f"another process is gone (JaxRuntimeError: {text})")
     assert unsaved == f"SIGTERM: the newest step to resume at could not be saved: {lost}"
 
 

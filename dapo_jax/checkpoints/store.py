@@ -71,12 +71,11 @@ class Checkpoints:
     """
 
     def __init__(self, directory, *, keep: int | None, keep_period: int = 0):
-        directory = epath.Path(directory)
-        if "://" not in str(directory):
-            directory = directory.absolute()  # as Orbax wants it
+        place = epath.Path(directory)
+        self.directory = place if "://" in str(place) else place.absolute()  # as Orbax wants it
         self.fingerprint: dict | None = None
         self._keep = keep
-        hosts.on_main(lambda: directory.mkdir(parents=True, exist_ok=True))
+        hosts.on_main(lambda: self.directory.mkdir(parents=True, exist_ok=True))
         self._best = Best({})
         policies = [preservation.LatestN(keep), self._best]
         policies += [preservation.EveryNSteps(keep_period)] if keep_period else []
@@ -97,7 +96,9 @@ class Checkpoints:
         handlers = {"state": self._state_handler}
         for item in ("progress", "manifest"):
             handlers[item] = ocp.JsonCheckpointHandler(multiprocessing_options=processes)
-        self._manager = ocp.CheckpointManager(directory, options=options, item_handlers=handlers)
+        self._manager = ocp.CheckpointManager(
+            self.directory, options=options, item_handlers=handlers
+        )
 
     def save(self, step: int, state: Any, progress: dict, arrays: Mapping | None = None) -> bool:
         """Saves, if there is no checkpoint of this step yet; returns whether it was needed.
@@ -178,11 +179,6 @@ class Checkpoints:
             return _read_manifest(file)["fingerprint"]
         except DamagedError as error:
             raise DamagedError(f"{file} cannot be read ({error})") from error
-
-    @property
-    def directory(self) -> epath.Path:
-        """The directory that holds the checkpoints."""
-        return self._manager.directory
 
     def latest_step(self) -> int | None:
         """The newest checkpoint's step, as this process sees it."""

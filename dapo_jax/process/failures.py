@@ -16,9 +16,8 @@ import traceback
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from dapo_jax.process import hosts
-
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+RETRYABLE = 75  # exit status (EX_TEMPFAIL): no fault of the settings, the same command can go on
 LIMIT = 300  # characters of a library's message; tensorstore's are pages long
 AGAIN = "give the same command again"
 TRANSIENT = (
@@ -65,7 +64,7 @@ def explain(error: BaseException) -> tuple[str, int]:
     is. Any other error is its own text.
     """
     found = cause_of(error)
-    status = hosts.RETRYABLE if found and found[1].transient else 1
+    status = RETRYABLE if found and found[1].transient else 1
     if found is None or is_refusal(error):
         text = " ".join(str(error).split()) or type(error).__name__
         short = len(text) <= LIMIT or raised_by_us(error)

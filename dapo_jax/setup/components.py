@@ -153,11 +153,11 @@ def model_sizes(config: ConfigDict) -> ModelConfig:
     if preset and preset not in family.presets:
         known = ", ".join(family.presets) or "none"
         raise ValueError(f"model.preset = {preset!r} is unknown; {config.model.family} has {known}")
-    if not path:
-        return family.presets[preset]
-    sizes = load_config(path)
-    checks.check_model(config, family, sizes, positions_of(path, sizes))
-    check_files(path, sizes)
+    sizes = load_config(path) if path else family.presets[preset]
+    checks.check_lora(config.learner, sizes)
+    if path:
+        checks.check_model(config, family, sizes, positions_of(path, sizes))
+        check_files(path, sizes)
     return sizes
 
 
@@ -306,18 +306,15 @@ def programs(config: ConfigDict, vocab_size: int, *, devices=None) -> Programs:
     None: all of this program's.
     """
     sizes = model_sizes(config)
-    checks.check_parameters(config, vocab_size, sizes)
+    checks.check_ids(vocab_size, sizes)
     mesh = mesh_of(config, devices)
     kernels = kernels_for(config.model.kernels, platform_of(mesh))
     constants = learning(config, vocab_size, kernels, routes=sizes.routes)
     graph, params = abstract_params(sizes)
     shardings = rules.param_shardings(mesh, param_axes(params), params, rules.LEARNER)
     weights = jax.eval_shape(lambda p: learner.cast(p, config.model.compute_dtype), params)
-    trained, trained_shardings = params, shardings
-    if constants.lora:
-        trained = abstract_adapters(sizes, constants.lora)
-        axes = param_axes(trained)
-        trained_shardings = rules.param_shardings(mesh, axes, trained, rules.LEARNER)
+    trained = abstract_adapters(sizes, constants.lora) if constants.lora else params
+    trained_shardings = rules.param_shardings(mesh, param_axes(trained), trained, rules.LEARNER)
     state = jax.eval_shape(functools.partial(learner.init_state, learning=constants), trained)
     everywhere = rules.replicated(mesh)
     state_shardings = learner.shardings_like_params(state, trained_shardings, everywhere)

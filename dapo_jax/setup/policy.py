@@ -95,7 +95,7 @@ def load_policy(
     keys of the policy that may differ from the run's.
     """
     start.accept(config, *(("data.",) if evaluates else ("data.", "eval.")), training=False)
-    compile_cache.enable(several=hosts.count() > 1)
+    compile_cache.enable()
     read = functools.partial(start.read_data, begun=workdir, training=False, evaluates=evaluates)
     planned = start.plan(config, read, fit, training=False)
     config, programs = planned.config, planned.programs

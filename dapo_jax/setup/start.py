@@ -40,7 +40,7 @@ from dapo_jax.logs.metrics import Stopwatch
 from dapo_jax.logs.record import Record
 from dapo_jax.process import compile_cache, hosts
 from dapo_jax.rollout import StepPlan
-from dapo_jax.sampler.session import Stream
+from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.setup import auto_sizes, checks, components
 from dapo_jax.tasks.datasets import Dataset
 from dapo_jax.tasks.tokenizer import Tokenizer
@@ -71,6 +71,11 @@ class Planned:
             f"{r.max_response_tokens} tokens, {self.config.updates_per_step} updates",
             *self.chosen,
         ]
+
+    def session(self, weights: dict, *streams: Stream) -> Session:
+        """Begins a session of these streams; weights: the sampler's."""
+        environments = components.environments(self.config, self.data, self.tokenizer)
+        return Session(self.programs.engine, weights, *streams, environments=environments)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +190,7 @@ def open_run(
     """Begins, or resumes, the run in `workdir`; given: the parent of --start. stack: closes it."""
     watch = Stopwatch()
     accept(config, training=True)
-    compile_cache.enable(several=hosts.count() > 1)
+    compile_cache.enable()
     hosts.on_main(lambda: _lock(config, workdir, stack))
     parent = hosts.on_main(lambda: fingerprint.parent_of(workdir, given))
     c = config.checkpoint
@@ -216,11 +221,6 @@ def open_run(
     say.line("\n".join([overview, *planned.lines(), f"workdir: {workdir}{resuming}"]))
     if parent:
         say.line(f"a fork of checkpoint {parent.step} in {parent.workdir}")
-    if config.rollout.top_p < 1 or config.rollout.top_k > 0:
-        say.line(
-            "note: rollout.top_p or top_k cuts the sampler's distribution, but not the update's: "
-            "their ratio is below 1 from the start"
-        )
     alarms = Alarms(config, programs.state, vocab_size=planned.tokenizer.vocab_size, say=say.line)
     sets = planned.data.eval_sets if config.eval.every_steps > 0 else {}
     key = components.key(config, components.ROLLOUT_STREAM)

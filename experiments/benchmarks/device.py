@@ -627,7 +627,7 @@ def main(_):
     works = SMALL if FLAGS.small else REAL
     if kind not in works:
         sys.exit(f"this measures a GPU or a TPU, and JAX finds a {kind}: give --small=tpu")
-    compile_cache.enable(several=False)  # what tells a program's memory has compiled it
+    compile_cache.enable()  # what tells a program's memory has compiled it
     print(f"{common.machine()}, commit {common.commit()}\n")
     print(common.table(["row", "result", "took, s"], []), flush=True)
     compared, mistakes = {}, 0
