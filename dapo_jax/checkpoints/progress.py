@@ -34,13 +34,7 @@ class Progress:
 
     def to_json(self) -> dict:
         """Describes it for a checkpoint, bit by bit."""
-        return {
-            "cursor": self.cursor,
-            "sampled_tokens_total": self.sampled_tokens_total,
-            "row": self.row,
-            "partial": [_group_json(group) for group in self.partial],
-            "scores": dict(self.scores),
-        }
+        return vars(self) | {"partial": [_group_json(group) for group in self.partial]}
 
     @classmethod
     def from_json(cls, described: Mapping) -> "Progress":
