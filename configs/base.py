@@ -8,7 +8,6 @@ A new key is a line of KEYS; `--help`, the checks and its type on the command li
 import dataclasses
 import difflib
 import importlib
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -76,8 +75,7 @@ class Key:
             return ""
         low = f"at least {self.at_least}" if self.above is None else f"greater than {self.above}"
         high = "finite in float32" if self.at_most == MAX32 else f"at most {self.at_most}"
-        off = "; 0 is off" if re.search(r"(?<![\d.])0: off", self.meaning) else ""
-        return f"but must be {low}, and {high}{off}"
+        return f"but must be {low}, and {high} ({self.meaning})"
 
 
 # Table 1 of the paper: each row adds one technique to the row before.

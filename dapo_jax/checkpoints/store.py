@@ -170,8 +170,8 @@ class Checkpoints:
             raise DamagedError(f"{file} cannot be read ({error})") from error
 
     def latest_step(self) -> int | None:
-        """The newest checkpoint's step, as this process sees it."""
-        return self._manager.latest_step()
+        """Returns the newest checkpoint's step, as the main process sees it; all call it."""
+        return hosts.on_main(self._manager.latest_step)
 
     def close(self) -> None:
         """Closes the manager; nothing is saved or restored after this."""

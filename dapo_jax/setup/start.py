@@ -197,7 +197,7 @@ def open_run(
     own = Checkpoints(directory_of(config, workdir), keep=c.keep, keep_period=c.keep_period)
     # From here on a stop saves.
     snapshots = stack.enter_context(Snapshots(own, every_steps=c.every_steps, say=print))
-    if parent and hosts.on_main(own.latest_step) is None:
+    if parent and own.latest_step() is None:
         parents_checkpoints(config, parent).close()  # refuses, before the data is read
     planned = plan_training(config, workdir, parent)
     config, programs = planned.config, planned.programs
