@@ -8,7 +8,6 @@ A new key is a line of KEYS; `--help`, the checks and its type on the command li
 import dataclasses
 import difflib
 import importlib
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -76,8 +75,7 @@ class Key:
             return ""
         low = f"at least {self.at_least}" if self.above is None else f"greater than {self.above}"
         high = "finite in float32" if self.at_most == MAX32 else f"at most {self.at_most}"
-        off = "; 0 is off" if re.search(r"(?<![\d.])0: off", self.meaning) else ""
-        return f"but must be {low}, and {high}{off}"
+        return f"but must be {low}, and {high} ({self.meaning})"
 
 
 # Table 1 of the paper: each row adds one technique to the row before.
@@ -97,15 +95,18 @@ RENAMED = {
 }
 
 NO_DUAL_CLIP = 1e9  # above the largest ratio, e^20
+# The clip of PPO and GRPO: both bounds alike, and no dual clip.
+PPO = {"algo.eps_low": 0.2, "algo.eps_high": 0.2, "algo.dual_clip": NO_DUAL_CLIP}
+# arXiv 2506.13585: Eq. 4 and 5, without a lower bound; it keeps its upper one to itself, which is
+# ScaleRL's here.
+CISPO = {"algo.policy_loss": "cispo", "algo.eps_low": 1.0, "algo.eps_high": 4.0}
 # The losses of other papers: what each one changes of a DAPO config. README.md has their index.
 LOSS_PRESETS = {
     # arXiv 2503.20783: section 3.2, Listing 1, Table 6
     "dr_grpo": {
+        **PPO,
         "algo.advantage_scale": "none",
         "algo.loss_aggregation": "constant",
-        "algo.eps_low": 0.2,
-        "algo.eps_high": 0.2,
-        "algo.dual_clip": NO_DUAL_CLIP,
     },
     # arXiv 2507.18071: Eq. 5 to 7, section 5.1
     "gspo": {
@@ -115,35 +116,21 @@ LOSS_PRESETS = {
         "algo.eps_high": 4e-4,
         "algo.dual_clip": NO_DUAL_CLIP,
     },
-    # arXiv 2506.13585: Eq. 4 and 5, without a lower bound; it keeps its upper one to itself, which
-    # is ScaleRL's here.
-    "cispo": {
-        "algo.policy_loss": "cispo",
-        "algo.eps_low": 1.0,
-        "algo.eps_high": 4.0,
-    },
+    "cispo": CISPO,
     # arXiv 2501.03262: section 3.2, Eq. 6 and 7; the clip is its first version's (Table 1)
     "reinforce_pp": {
+        **PPO,
         "algo.advantage_scale": "token_whiten",
         "algo.loss_aggregation": "sequence_mean",  # Eq. 1
-        "algo.eps_low": 0.2,
-        "algo.eps_high": 0.2,
-        "algo.dual_clip": NO_DUAL_CLIP,
     },
     # arXiv 2510.13786: section 4; a weight of 5 at most (of 4, 5 and 8 in appendix A.17)
     "scalerl": {
-        "algo.policy_loss": "cispo",
-        "algo.eps_low": 1.0,
-        "algo.eps_high": 4.0,
+        **CISPO,
         "algo.advantage_scale": "batch_std",
         "algo.loss_aggregation": "prompt_mean",
     },
-    # arXiv 2505.22617: Eq. 10, 13 and 14, Listing 1; the share is its 7B model's (32B: 2e-4)
-    "kl_cov": {
-        "algo.policy_loss": "kl_cov",
-        "algo.kl_cov_share": 2e-3,
-        "algo.kl_cov_coef": 1.0,
-    },
+    # arXiv 2505.22617: Eq. 10, 13 and 14, Listing 1; kl_cov_share's default is its 7B model's
+    "kl_cov": {"algo.policy_loss": "kl_cov"},
     # fengyao.notion.site/off-policy-rl, with its C = 2
     "tis": {
         "algo.old_logprobs": "learner",
@@ -402,15 +389,9 @@ def dataset(**given) -> ConfigDict:
     if unknown := given.keys() - DATASET.keys():
         raise TypeError(f"a data set has no {', '.join(sorted(unknown))}: {', '.join(DATASET)}")
     values = {name: given.get(name, key.default) for name, key in DATASET.items()}
-    values["args"] = dict(values["args"])
     # What is open (None) has a type on the command line nevertheless.
-    return ConfigDict(
-        {
-            name: placeholder(DATASET[name].kind) if value is None else value
-            for name, value in values.items()
-        },
-        type_safe=False,
-    )
+    opened = {name: placeholder(DATASET[name].kind) for name in values if values[name] is None}
+    return ConfigDict(values | opened, type_safe=False)
 
 
 def key_of(name: str) -> Key | None:
@@ -478,10 +459,8 @@ def apply_preset(config: ConfigDict, preset: str) -> ConfigDict:
     A row of Table 1 takes away what it does not have yet. Soft overlong punishment replaces
     overlong filtering, as in the best published run.
     """
-    if preset == "":
-        return config
-    if preset in LOSS_PRESETS:
-        config.update_from_flattened_dict(LOSS_PRESETS[preset])
+    config.update_from_flattened_dict(LOSS_PRESETS.get(preset, {}))
+    if preset in ("", *LOSS_PRESETS):
         return config
     if preset not in TABLE_1:
         near = difflib.get_close_matches(preset, PRESETS, n=1, cutoff=0.0)[0]

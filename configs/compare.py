@@ -7,7 +7,7 @@ import difflib
 import json
 import pathlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from ml_collections import ConfigDict
 
@@ -34,11 +34,9 @@ def found(path: str) -> str:
 
 def complete(config: ConfigDict) -> None:
     """Completes, in an unlocked config, every path that exists beside the code alone."""
-    for name, value in config.items():
-        if isinstance(value, ConfigDict):
-            complete(value)
-        elif name == "path" and isinstance(value, str):
-            config[name] = found(value)
+    for name, value in base.leaves(config):
+        if name.endswith(".path"):
+            config.update_from_flattened_dict({name: found(value)})
 
 
 def on_defaults(given: ConfigDict) -> tuple[ConfigDict, list[str]]:
@@ -46,19 +44,16 @@ def on_defaults(given: ConfigDict) -> tuple[ConfigDict, list[str]]:
 
     A data set may leave keys out.
     """
-    config, wrong = base.get_config(), []
-    for of_set in filter(None, map(SET_KEY.match, keys(given))):
+    config, wrong, values = base.get_config(), [], dict(base.leaves(given))
+    for of_set in filter(None, map(SET_KEY.match, values)):
         config.update_from_flattened_dict({of_set[1]: base.dataset()})
-    known = list(keys(config))
-    for name, value in base.leaves(given):
-        key = base.key_of(name)
+    known = [name for name, _ in base.leaves(config)]
+    for name, value in values.items():
         try:
-            if name not in known:
-                wrong.append(f"the config has no key {name!r}{hint(name, known)}")
-            elif key is None:
-                wrong.append(f"{name} = {value!r}, but is a section with keys of its own")
+            if name in known:
+                config.update_from_flattened_dict({name: base.key_of(name).cast(value)})
             else:
-                config.update_from_flattened_dict({name: key.cast(value)})
+                wrong.append(f"the config has no key {name!r}{hint(name, known)}")
         except TypeError as error:
             wrong.append(f"{name} = {error}")
     return config, wrong
@@ -109,14 +104,6 @@ def _same_place(key: str, one, other) -> bool:
         return {name.groups() if name else path, folder}
 
     return bool(key.endswith(".path") and one and other and places(one) & places(other))
-
-
-def keys(config: ConfigDict, prefix: str = "") -> Iterator[str]:
-    """Yields the dotted name of every key of a config, sections included."""
-    for name in config:
-        yield prefix + name
-        if isinstance(config[name], ConfigDict):
-            yield from keys(config[name], f"{prefix}{name}.")
 
 
 def hint(name: str, known: Sequence[str], prefix: str = "") -> str:

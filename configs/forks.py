@@ -3,7 +3,8 @@
 python -m dapo_jax.train --config=configs/forks.py --workdir=runs/forks
 python -m dapo_jax.train --config=configs/forks.py:naive_grpo --workdir=runs/forks_grpo
 
-It trains on a mixture of four kinds of problems (experiments/forks_base). One flag chooses another:
+It trains on a mixture of four kinds of problems (experiments/forks_base). Its other settings are
+those of tiny.py. One flag chooses another mixture:
 
     --config.data.train.args="{'road': 1.0}"
 
@@ -12,43 +13,32 @@ mean@8 on held-out problems goes from 2.5 to 94.3 % (road) and from 34.8 to 79.5
 seeds (commit 99ee084, experiments/equal_tokens).
 """
 
-from configs import base
+from configs import base, tiny
 
 TASK = "experiments.forks_base.task:Forks"
 MIXTURE = {"easy": 0.3, "road": 0.4, "long": 0.2, "closed": 0.1}
 
 
 def get_config(preset: str = ""):
-    config = base.get_config()
+    config = tiny.get_config()
     config.num_steps = 50
     config.updates_per_step = 8
-
     config.model.path = "experiments/forks_base/checkpoint"
-    config.model.compute_dtype = "float32"
 
     config.data.train = base.dataset(task=TASK, args=MIXTURE, count=20_000, seed=1)
     config.verifier.rules = "strict"
 
     config.rollout.num_prompts = 16
-    config.rollout.group_size = 8
-    config.rollout.max_prompt_tokens = 96
     config.rollout.max_response_tokens = 216
     config.rollout.generation_prompts = 32
     config.rollout.cache_mib = 24
     config.rollout.slot_tokens = 96
-    config.rollout.page_tokens = 32
-    config.rollout.block_tokens = 8
-
     config.algo.overlong_cache_tokens = 64
-
     config.learner.learning_rate = 1e-4
-    config.learner.warmup_steps = 5
-    config.learner.row_tokens = 576
     config.learner.micro_batch_rows = 2
-    config.learner.remat = "none"
-
     config.mesh.cpu_devices = 1
 
+    del config.eval.sets.arithmetic
     config.eval.sets.road = base.dataset(
         task=TASK, args={"road": 1.0}, count=32, seed=2, split="test"
     )
@@ -57,8 +47,4 @@ def get_config(preset: str = ""):
     )
     config.eval.every_steps = 25
     config.eval.samples_per_prompt = 4
-    config.eval.top_p = 1.0  # the rare words are in the tail, which 0.7 would hide
-
-    config.checkpoint.every_steps = 10
-    config.log.samples_every_steps = 20
     return base.apply_preset(config, preset)

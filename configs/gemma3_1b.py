@@ -8,18 +8,13 @@ with full attention in every layer (experiments/preflight). Result: not run; the
 that it fits: 10.4 GiB a chip while sampling and 9.3 in the update, of 15.75.
 """
 
-from configs import base
+from configs import base, qwen2_5_0_5b
 
 
 def get_config(preset: str = ""):
-    config = base.on_dapo_math("google/gemma-3-1b-it", "1b", "gemma3_text")
-    config.updates_per_step = 4
-    config.rollout.num_prompts = 128
-    config.rollout.generation_prompts = 384
-    config.rollout.max_response_tokens = 4_096
-    config.rollout.slot_tokens = 1_024
+    config = qwen2_5_0_5b.get_config()
+    config.model.path, config.model.preset = "google/gemma-3-1b-it", "1b"
+    config.model.family = "gemma3_text"
     config.rollout.cache_mib = 6_144
-    config.algo.overlong_cache_tokens = 1_024
-    config.learner.row_tokens = 6_144
     config.learner.micro_batch_rows = 8
     return base.apply_preset(config, preset)

@@ -8,19 +8,13 @@ with full attention in every layer (experiments/preflight). Result: not run; the
 that it fits, hardly: 9.8 GiB a chip while sampling and 14.7 in the update, of 15.75.
 """
 
-from configs import base
+from configs import base, gemma3_1b
 
 
 def get_config(preset: str = ""):
-    config = base.on_dapo_math("google/gemma-3-4b-it", "4b", "gemma3_text")
-    config.updates_per_step = 4
-    config.rollout.num_prompts = 128
-    config.rollout.generation_prompts = 384
-    config.rollout.max_response_tokens = 4_096
-    config.rollout.slot_tokens = 1_024
+    config = gemma3_1b.get_config()
+    config.model.path, config.model.preset = "google/gemma-3-4b-it", "4b"
     config.rollout.cache_mib = 2_048
-    config.algo.overlong_cache_tokens = 1_024
-    config.learner.row_tokens = 6_144
     config.learner.micro_batch_rows = 2
     config.mesh.model = 4  # the 4 key/value heads
     return base.apply_preset(config, preset)

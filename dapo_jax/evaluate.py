@@ -28,7 +28,6 @@ from dapo_jax.logs import record
 from dapo_jax.logs.display import evaluation_line
 from dapo_jax.logs.files import read_json
 from dapo_jax.process import hosts
-from dapo_jax.sampler.session import Session
 from dapo_jax.setup import auto_sizes, components, policy
 from dapo_jax.tasks.base import BUILT_IN
 from dapo_jax.tasks.readers import KINDS
@@ -88,8 +87,6 @@ def named_set(text: str) -> tuple[str, dict[str, str]]:
 
 def main(_):
     given, config, workdir = flags.FLAGS, flags.FLAGS.config, pathlib.Path(flags.FLAGS.workdir)
-    if not given.model and given["config"].config_filename == ANY_MODEL:
-        raise ValueError("give --config=FILE, the config of the run in --workdir, or --model=DIR")
     hosts.start(several=given.distributed, cpu_devices=config.mesh.cpu_devices)
     say = print if hosts.is_main_host() else lambda message: None
     if not eval_settings(config):
@@ -118,9 +115,7 @@ def main(_):
             label = record.settings_label(settings[name])
             record.write_responses(workdir, f"{run.step}.{name}.{label}", groups)
 
-    streams = components.eval_streams(config, run.tokenizer)
-    environments = components.environments(config, run.data, run.tokenizer)
-    session = Session(run.programs.engine, run.weights, *streams, environments=environments)
+    session = run.session(run.weights, *components.eval_streams(config, run.tokenizer))
     with Evaluation(session, sets, first_stream=0) as evaluation:
         results = evaluation.finish(report=say, keep=keep)
     paths = record.write_own_results(workdir, run.step, results, settings)

@@ -30,6 +30,7 @@ from dapo_jax.logs.files import json_digest
 from dapo_jax.process import hosts
 from dapo_jax.sampler.session import Session
 from dapo_jax.setup import components, dry_run, start
+from sharding import rules
 
 
 def train(config, workdir: pathlib.Path, parent=None, profile: int | None = None) -> None:
@@ -49,7 +50,7 @@ def train(config, workdir: pathlib.Path, parent=None, profile: int | None = None
             evaluate_alone(run, state, run.step)  # a fork: all have a first point
         session = None  # of partial rollouts: it goes on in the next step
         for step in range(run.step, config.num_steps):
-            folder = workdir / "profile" / str(hosts.number() or "")
+            folder = workdir / "profile" / str(jax.process_index() or "")
             with jax.profiler.trace(folder) if step == profile else contextlib.nullcontext():
                 state, progress, session, stopped = rl_step(run, step, state, progress, session)
             if stopped:
@@ -93,7 +94,7 @@ def sample(run: start.Run, step: int, state, progress: Progress, session, watch)
     if session:
         session.resume(weights)
     else:
-        session = new_session(run, weights)
+        session = run.session(weights, *run.streams)
     del weights
     expected_rate = min(1.0, r.num_prompts / r.generation_prompts)
     if last := progress.row:
@@ -116,12 +117,6 @@ def sample(run: start.Run, step: int, state, progress: Progress, session, watch)
             return rollouts, {}, goes_on
         with watch("evaluate"):
             return rollouts, scores_of(run, evaluation, finished_steps=step), goes_on
-
-
-def new_session(run: start.Run, weights: dict) -> Session:
-    """Makes a session of the run's streams, training's first."""
-    environments = components.environments(run.config, run.data, run.tokenizer)
-    return Session(run.programs.engine, weights, *run.streams, environments=environments)
 
 
 def at_generation_cap(run: start.Run, step: int, rollouts) -> str | None:
@@ -163,6 +158,7 @@ def update(run: start.Run, state: learner.TrainState, rollouts, advantage_PG, ra
             dataclasses.replace(batch, old_logp_BT=run.old_logprobs(*policy, batch))
             for batch in batches
         ]
+    rate = hosts.place(rate, rules.replicated(programs.mesh))
     for i, batch in enumerate(batches):
         run.record.display.phase(f"update: {i + 1}/{run.config.updates_per_step}")
         state, found = run.update(state, run.start_weights, batch, rate)
@@ -241,7 +237,7 @@ def with_scores(scores: Mapping, found: Mapping[int, Mapping], run: start.Run) -
 
 def evaluate_alone(run: start.Run, state: learner.TrainState, finished_steps: int):
     """Evaluates all sets in a session of their own; returns the scores as keys of a row."""
-    session = new_session(run, run.sampler_weights(state.params))
+    session = run.session(run.sampler_weights(state.params), *run.streams)
     with Evaluation(session, run.sets, first_stream=1) as evaluation:
         return scores_of(run, evaluation, finished_steps)
 

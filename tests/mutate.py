@@ -158,11 +158,11 @@ ends_forgotten dapo_jax/checkpoints/progress.py partial_rollouts::test_what_is_b
 - ends=tuple(it["ends"]),
 + ends=(),
 cursor_one_late dapo_jax/checkpoints/progress.py partial_rollouts::test_what_is_between_two_steps_comes_back_from_a_checkpoint_as_it_was
-- "cursor": self.cursor,
-+ "cursor": self.cursor + 1,
+- vars(self) | {"partial":
++ vars(self) | {"cursor": self.cursor + 1, "partial":
 row_forgotten dapo_jax/checkpoints/progress.py partial_rollouts::test_what_is_between_two_steps_comes_back_from_a_checkpoint_as_it_was
-- "row": self.row,
-+ "row": None,
+- vars(self) | {"partial":
++ vars(self) | {"row": None, "partial":
 run_key dapo_jax/setup/start.py train::test_stopped_and_resumed_equals_uninterrupted_bitwise
 - components.key(config, components.ROLLOUT_STREAM)
 + components.key(config, components.ROLLOUT_STREAM + step)

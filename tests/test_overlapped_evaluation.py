@@ -15,7 +15,7 @@ from dapo_jax import train
 from dapo_jax.checkpoints.store import Checkpoints
 from dapo_jax.evaluation import Evaluation
 from dapo_jax.logs.record import write_responses
-from dapo_jax.setup import components
+from dapo_jax.setup import components, start
 
 
 def two_sets():
@@ -41,7 +41,7 @@ def riding(tmp_path_factory):
     workdir.mkdir()
     sessions, alive, update = [], [], train.update
 
-    class Kept(train.Session):
+    class Kept(start.Session):
         def __init__(self, *args, **how):
             super().__init__(*args, **how)
             sessions.append(weakref.ref(self))
@@ -51,7 +51,7 @@ def riding(tmp_path_factory):
         return update(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "Session", Kept)
+        patch.setattr(start, "Session", Kept)
         patch.setattr(train, "update", counted)
         gc.collect()
         gc.disable()
@@ -80,7 +80,7 @@ def test_an_evaluation_that_rode_gives_what_it_gives_alone(riding, tmp_path, ste
         write_responses(tmp_path, f"{step}.{name}", groups)
 
     weights, streams = programs.reshard(params, None), components.eval_streams(config, tokenizer)
-    session = train.Session(programs.engine, weights, *streams)
+    session = start.Session(programs.engine, weights, *streams)
     with Evaluation(session, sets, first_stream=0) as evaluation:
         results = evaluation.finish(report=print, keep=keep)
     theirs = json.loads((riding / "eval" / f"{step}.json").read_text())

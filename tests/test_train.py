@@ -28,6 +28,7 @@ from dapo_jax.tasks.tokenizer import load_tokenizer
 from dapo_jax.types import Batch, Group, Response, Verdict
 from models.hf import load_params
 from models.hf_config import load_config
+from sharding.mesh import make_mesh
 
 FIRST = {"seconds/load", "seconds/compile"}  # of a start's first row
 # Of every row; where nothing is evaluated, or partial over, that is missing.
@@ -321,6 +322,7 @@ def test_the_learners_old_logprobs_are_those_before_the_first_update(monkeypatch
         return types.SimpleNamespace(params="a later policy"), {}
 
     run = mock.MagicMock(update=update)
+    run.programs.mesh = make_mesh(data=-1, model=1)
     run.old_logprobs = lambda params, start_weights, batch: f"{batch.tokens_BT} by {params}"
     train.update(run, types.SimpleNamespace(params="the first"), None, None, 0.1)
     assert seen == [("a", "a by the first"), ("b", "b by the first")]

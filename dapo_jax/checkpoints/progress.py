@@ -34,13 +34,7 @@ class Progress:
 
     def to_json(self) -> dict:
         """Describes it for a checkpoint, bit by bit."""
-        return {
-            "cursor": self.cursor,
-            "sampled_tokens_total": self.sampled_tokens_total,
-            "row": self.row,
-            "partial": [_group_json(group) for group in self.partial],
-            "scores": dict(self.scores),
-        }
+        return vars(self) | {"partial": [_group_json(group) for group in self.partial]}
 
     @classmethod
     def from_json(cls, described: Mapping) -> "Progress":
@@ -51,59 +45,48 @@ class Progress:
 
 
 def _group_json(group: PartialGroup) -> dict:
-    responses = [
-        {
-            "tokens": _text(response.tokens_T, "<i4"),
-            "behavior_logp": _text(response.behavior_logp_T, "<f4"),
-            "stopped": bool(response.stopped),
-            "unfinished": bool(unfinished),
-            "ends": list(response.ends),
-            **_routes_json(response.route_TLA),
-            **_episode_json(response),
-        }
-        for response, unfinished in zip(group.responses, group.unfinished_G, strict=True)
-    ]
-    return {"cursor": group.cursor, "responses": responses}
+    pairs = zip(group.responses, group.unfinished_G, strict=True)
+    return {"cursor": group.cursor, "responses": [_response_json(*pair) for pair in pairs]}
 
 
 def _group(described: Mapping) -> PartialGroup:
-    responses = [
-        Response(
-            _array(it["tokens"], "<i4"),
-            _array(it["behavior_logp"], "<f4"),
-            stopped=it["stopped"],
-            ends=tuple(it["ends"]),
-            route_TLA=_routes(**it),
-            **_episode(**it),
-        )
-        for it in described["responses"]
-    ]
-    unfinished_G = tuple(it["unfinished"] for it in described["responses"])
-    return PartialGroup(described["cursor"], tuple(responses), unfinished_G)
+    responses = described["responses"]
+    unfinished_G = tuple(it["unfinished"] for it in responses)
+    return PartialGroup(described["cursor"], tuple(map(_response, responses)), unfinished_G)
 
 
-def _routes_json(route_TLA: np.ndarray | None) -> dict:
-    if route_TLA is None:
-        return {}
-    return {"routes": _text(route_TLA, "u1"), "routes_shape": list(route_TLA.shape)}
-
-
-def _routes(routes: str = "", routes_shape: Sequence[int] = (), **_) -> np.ndarray | None:
-    return _array(routes, "u1").reshape(routes_shape) if routes_shape else None
-
-
-def _episode_json(response: Response) -> dict:
-    found = {} if response.given_T is None else {"given": _text(response.given_T, "u1")}
-    if response.turns is not None:  # it has ended
+def _response_json(response: Response, unfinished: bool) -> dict:
+    described = {
+        "tokens": _text(response.tokens_T, "<i4"),
+        "behavior_logp": _text(response.behavior_logp_T, "<f4"),
+        "stopped": bool(response.stopped),
+        "unfinished": bool(unfinished),
+        "ends": list(response.ends),
+    }
+    if (route_TLA := response.route_TLA) is not None:
+        described |= {"routes": _text(route_TLA, "u1"), "routes_shape": list(route_TLA.shape)}
+    if response.given_T is not None:
+        described["given"] = _text(response.given_T, "u1")
+    if response.turns is not None:  # an episode that has ended
         verdict = response.verdict and response.verdict._asdict()
-        found |= {"turns": list(response.turns), "verdict": verdict, "measures": response.measures}
-    return found
+        described.update(turns=list(response.turns), verdict=verdict, measures=response.measures)
+    return described
 
 
-def _episode(given="", turns=None, verdict=None, measures=None, **_) -> dict:
-    """Undoes `_episode_json`."""
-    found = {"given_T": _array(given, "u1").astype(bool)} if given else {}
-    return found | {"turns": turns, "verdict": verdict and Verdict(**verdict), "measures": measures}
+def _response(it: Mapping) -> Response:
+    """Undoes `_response_json`."""
+    routes, given, verdict = it.get("routes"), it.get("given"), it.get("verdict")
+    return Response(
+        _array(it["tokens"], "<i4"),
+        _array(it["behavior_logp"], "<f4"),
+        stopped=it["stopped"],
+        verdict=verdict and Verdict(**verdict),
+        ends=tuple(it["ends"]),
+        given_T=None if given is None else _array(given, "u1").astype(bool),
+        route_TLA=None if routes is None else _array(routes, "u1").reshape(it["routes_shape"]),
+        measures=it.get("measures"),
+        turns=it.get("turns"),
+    )
 
 
 def _text(array: np.ndarray, dtype: str) -> str:

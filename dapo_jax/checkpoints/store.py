@@ -7,7 +7,6 @@ with status 75, and nothing is taken for damage.
 """
 
 import contextlib
-import dataclasses
 import errno
 import functools
 import itertools
@@ -46,19 +45,6 @@ def _reading() -> Iterator[None]:
         raise
 
 
-@dataclasses.dataclass
-class Best:
-    """Preserves, where Orbax asks, the checkpoint with the highest score. scores: by its step."""
-
-    scores: Mapping[str, float]
-
-    def should_preserve(self, checkpoints: Sequence, *, context) -> list[bool]:
-        """Says of each checkpoint whether it is the best; of equal ones the first is."""
-        scored = [it.step for it in checkpoints if str(it.step) in self.scores]
-        best = max(scored, key=lambda step: self.scores[str(step)], default=None)
-        return [it.step == best for it in checkpoints]
-
-
 class Checkpoints:
     """Checkpoints of (state, progress) in `directory`, named by the number of finished steps.
 
@@ -71,22 +57,20 @@ class Checkpoints:
     """
 
     def __init__(self, directory, *, keep: int | None, keep_period: int = 0):
-        directory = epath.Path(directory)
-        if "://" not in str(directory):
-            directory = directory.absolute()  # as Orbax wants it
+        place = epath.Path(directory)
+        self.directory = place if "://" in str(place) else place.absolute()  # as Orbax wants it
         self.fingerprint: dict | None = None
         self._keep = keep
-        hosts.on_main(lambda: directory.mkdir(parents=True, exist_ok=True))
-        self._best = Best({})
-        policies = [preservation.LatestN(keep), self._best]
-        policies += [preservation.EveryNSteps(keep_period)] if keep_period else []
+        hosts.on_main(lambda: self.directory.mkdir(parents=True, exist_ok=True))
+        self._policies = [preservation.CustomSteps(()), preservation.LatestN(keep)]
+        self._policies += [preservation.EveryNSteps(keep_period)] if keep_period else []
         # Named processes wait for each other in the key-value store. Else they would on the
         # devices, and a save would have to wait for what those are doing.
         processes = ocp.options.MultiprocessingOptions(
             active_processes=set(range(hosts.count())) if hosts.count() > 1 else None
         )
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=preservation.AnyPreservationPolicy(policies),
+            preservation_policy=preservation.AnyPreservationPolicy(self._policies),
             create=False,
             enable_async_checkpointing=False,
             # A run has its folder to itself; what only reads may see one being written.
@@ -97,7 +81,9 @@ class Checkpoints:
         handlers = {"state": self._state_handler}
         for item in ("progress", "manifest"):
             handlers[item] = ocp.JsonCheckpointHandler(multiprocessing_options=processes)
-        self._manager = ocp.CheckpointManager(directory, options=options, item_handlers=handlers)
+        self._manager = ocp.CheckpointManager(
+            self.directory, options=options, item_handlers=handlers
+        )
 
     def save(self, step: int, state: Any, progress: dict, arrays: Mapping | None = None) -> bool:
         """Saves, if there is no checkpoint of this step yet; returns whether it was needed.
@@ -106,7 +92,8 @@ class Checkpoints:
         FileNotFoundError where the one before has gone, which Orbax may not notice: it makes a
         folder that was moved anew.
         """
-        if step in self._manager.all_steps():
+        steps = self._manager.all_steps()
+        if step in steps:
             return False
         newest = self._manager.latest_step()
         manifest = {
@@ -121,7 +108,10 @@ class Checkpoints:
         )
         place = self.directory / str(newest)
         kept = newest is not None and self._keep != 1
-        self._best.scores = dict(*progress.get("scores", {}).values())
+        scores = dict(*progress.get("scores", {}).values())
+        scored = [it for it in sorted([*steps, step]) if str(it) in scores]
+        best = max(scored, key=lambda it: scores[str(it)], default=step)  # of equal ones the first
+        self._policies[0] = preservation.CustomSteps([best])
         try:
             return self._manager.save(step, args=content, force=True)
         finally:  # an error of Orbax's is of that, then
@@ -179,14 +169,9 @@ class Checkpoints:
         except DamagedError as error:
             raise DamagedError(f"{file} cannot be read ({error})") from error
 
-    @property
-    def directory(self) -> epath.Path:
-        """The directory that holds the checkpoints."""
-        return self._manager.directory
-
     def latest_step(self) -> int | None:
-        """The newest checkpoint's step, as this process sees it."""
-        return self._manager.latest_step()
+        """Returns the newest checkpoint's step, as the main process sees it; all call it."""
+        return hosts.on_main(self._manager.latest_step)
 
     def close(self) -> None:
         """Closes the manager; nothing is saved or restored after this."""

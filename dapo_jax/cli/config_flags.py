@@ -13,7 +13,7 @@ from ml_collections.config_dict import placeholder
 from ml_collections.config_flags.config_flags import ConfigFileFlagParser
 
 from configs import base
-from configs.compare import SET_KEY, complete, current, found, hint, keys, on_defaults
+from configs.compare import SET_KEY, complete, current, found, hint, on_defaults
 
 KEY_FLAG = re.compile(r"--?(?:no)?config\.([^=\[]+)")
 ARGUMENT = re.compile(r"(.+args)\.(\w+)")  # of a task or a chat template
@@ -96,7 +96,7 @@ class ConfigParser(ConfigFileFlagParser):
                     "a task, and a name of letters, digits and _"
                 )
             sets[name] = base.dataset()
-        known = list(keys(config))
+        known = [name for name, _ in base.leaves(config)]
         wrong = []
         for key in (key for key in given if key not in known):
             if (match := ARGUMENT.fullmatch(key)) and match[1] in known:

@@ -12,16 +12,18 @@ import re
 
 import jax
 
+from dapo_jax.process import hosts
+
 MAX_BYTES = 2 * 2**30  # of the default folder; JAX drops the programs used longest ago
 
 
-def enable(*, several: bool) -> None:
+def enable() -> None:
     """Turns JAX's cache on, in the default folder where the environment names none.
 
-    several: whether the program runs on several hosts. They have no default: JAX writes only what
-    process 0 compiles, so with a folder of its own it would wait for the others, which compile.
+    Several hosts have no default: JAX writes only what process 0 compiles, so with a folder of its
+    own it would wait for the others, which compile.
     """
-    if not several and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    if not hosts.started() and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
         folder = cache / "dapo_jax" / "programs" / machine()
         jax.config.update("jax_compilation_cache_dir", str(folder))

@@ -16,9 +16,8 @@ import traceback
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from dapo_jax.process import hosts
-
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+RETRYABLE = 75  # exit status (EX_TEMPFAIL): no fault of the settings, the same command can go on
 LIMIT = 300  # characters of a library's message; tensorstore's are pages long
 AGAIN = "give the same command again"
 TRANSIENT = (
@@ -27,7 +26,7 @@ TRANSIENT = (
     *(errno.ECONNABORTED, errno.EREMOTEIO, errno.ENOTCONN, errno.EPIPE),
 )
 # The errors of a path that leads nowhere: a flipped bit may be in the name of a file.
-MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
+MISSING = ("ENOENT", "ENOTDIR", "EISDIR", "ENAMETOOLONG")
 MISSING_ERRORS = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # Orbax's have no errno
 OS_ERROR = re.compile(r"OS error (\d+)|os_error_code='(\d+)'")  # tensorstore's, by its version
 # Their errors without a status of HTTP are of the way to a bucket: gcsfs lets them through.
@@ -65,7 +64,7 @@ def explain(error: BaseException) -> tuple[str, int]:
     is. Any other error is its own text.
     """
     found = cause_of(error)
-    status = hosts.RETRYABLE if found and found[1].transient else 1
+    status = RETRYABLE if found and found[1].transient else 1
     if found is None or is_refusal(error):
         text = " ".join(str(error).split()) or type(error).__name__
         short = len(text) <= LIMIT or raised_by_us(error)
@@ -100,7 +99,7 @@ def is_damage(error: BaseException) -> bool:
     if isinstance(error, MISSING_ERRORS):
         return True
     if found := cause_of(error):
-        return found[2] in [errno.errorcode[number] for number in MISSING]
+        return found[2] in MISSING
     if isinstance(error, OSError | MemoryError) or type(error).__name__ == "JaxRuntimeError":
         return False
     return not MEMORY_TEXT.search(str(error))
@@ -134,8 +133,7 @@ def of_errno(number: int) -> Cause:
     """Makes a cause of the system's error number, in the system's words."""
     if number in (errno.EACCES, errno.EPERM):
         return DENIED
-    transient = number in TRANSIENT
-    return Cause(os.strerror(number), AGAIN if transient else f"mend that and {AGAIN}", transient)
+    return (LATER if number in TRANSIENT else Cause(""))._replace(words=os.strerror(number))
 
 
 def brief(error: BaseException) -> str:

@@ -30,6 +30,7 @@ from jax._src import distributed  # its key-value store has no public name
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
+from dapo_jax.process.failures import RETRYABLE, brief
 from sharding.mesh import split_cpu
 
 COORDINATOR, PROCESSES, PROCESS = "DAPO_COORDINATOR", "DAPO_PROCESSES", "DAPO_PROCESS"
@@ -37,10 +38,8 @@ COORDINATOR, PROCESSES, PROCESS = "DAPO_COORDINATOR", "DAPO_PROCESSES", "DAPO_PR
 # threads of C++, which neither a compilation nor a long hold of the interpreter's lock stops.
 HEARTBEAT_SECONDS = 12
 WAITING_SECONDS = 10.0  # between the lines of a process that waits for the others to start
-RETRYABLE = 75  # exit status (EX_TEMPFAIL): no fault of the settings, the same command can go on
 END = "end"  # key: how all processes end
 PARTING_SECONDS = 3.0  # for the store, which may be gone, and for others to read it before it is
-SHOWN_ERROR = 200
 # How a collective, the key-value store or a TPU says that another process is not there any more. A
 # compiler's errors are pages of operations, an optimization_barrier among them.
 GLOO = re.compile(r"[A-Z_]+: .*[Gg]loo", re.DOTALL)  # a ValueError
@@ -73,7 +72,7 @@ def start(*, several: bool, cpu_devices: int) -> None:
         except RuntimeError as error:
             if not (isinstance(error, jax.errors.JaxRuntimeError) or AWAY.match(str(error))):
                 raise
-            leave(f"the processes did not find each other: {_brief(error)}", RETRYABLE)
+            leave(f"the processes did not find each other: {brief(error)}", RETRYABLE)
     processes = distributed.global_state.num_processes if several else 1
     if cpu_devices % processes:
         raise ValueError(
@@ -139,11 +138,6 @@ def started() -> bool:
 def count() -> int:
     """Counts the processes that run the program."""
     return jax.process_count()
-
-
-def number() -> int:
-    """Returns this process's number, from 0."""
-    return jax.process_index()
 
 
 def is_main_host() -> bool:
@@ -288,7 +282,7 @@ def ending_when_a_peer_is_lost() -> Iterator[None]:
 def lost_line(error: BaseException) -> str | None:
     """Says in one line that another process is gone, where that is what the error means."""
     if started() and is_lost(error):
-        return f"another process is gone ({_brief(error)}); give the command again"
+        return f"another process is gone ({brief(error)}); give the command again"
     return None
 
 
@@ -330,10 +324,6 @@ def _quickly(call: Callable[[], Any], seconds: float) -> Any:
 
 def _print(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def _brief(error: BaseException) -> str:
-    return " ".join(str(error).split())[:SHOWN_ERROR]
 
 
 def _watch(done: threading.Event) -> None:

@@ -1,7 +1,6 @@
 """Every refusal of a run's settings, each with the value, the limit and the key to change."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator
 
 import jax
@@ -15,17 +14,7 @@ from models.lora import MATRICES
 from models.parameters import ModelConfig
 from sharding import rules
 
-Conditions = Iterator[tuple[bool, str]]
-
-
-def _refusing(conditions: Callable) -> Callable:
-    """Makes a check of a function that yields (holds, refusal where not): all are said at once."""
-
-    @functools.wraps(conditions)
-    def check(*settings) -> None:
-        refuse([refusal for holds, refusal in conditions(*settings) if not holds])
-
-    return check
+Conditions = Iterator[tuple[bool, str]]  # each holds, or is refused in these words
 
 
 def together(*looks: Callable) -> list:
@@ -42,14 +31,16 @@ def together(*looks: Callable) -> list:
     return results
 
 
-@_refusing
-def check(config: ConfigDict) -> Conditions:
-    """Refuses settings that cannot work, as the config alone tells (ValueError)."""
+def check(config: ConfigDict) -> None:
+    """Refuses settings that cannot work, as the config alone tells (ValueError): all at once."""
+    conditions = (*_of_config(config), *_of_algorithm(config))
+    refuse([refusal for holds, refusal in conditions if not holds])
+
+
+def _of_config(config: ConfigDict) -> Conditions:
     for name, value in leaves(config):
         refusal = key_of(name).refusal(value)
         yield not refusal, f"{name} = {value!r}, {refusal}"
-    yield from _of_algorithm(config)
-    yield from _of_lora(config.learner)
     for name, settings in eval_settings(config).items():
         message = f"eval.sets.{name}.weight is set, but is for training sets"
         yield config.eval.sets[name].weight is None, message
@@ -110,62 +101,55 @@ def _of_algorithm(config: ConfigDict) -> Conditions:
     )
 
 
-def _of_lora(learner: ConfigDict) -> Conditions:
-    matrices, targets = ", ".join(MATRICES), learner.lora_targets
-    for target in targets:
-        message = f"learner.lora_targets has {target!r}, which is unknown; there are {matrices}"
-        yield target in MATRICES, message
-    message = f"learner.lora_rank = {learner.lora_rank}, but learner.lora_targets is empty"
-    yield learner.lora_rank == 0 or len(targets) > 0, f"{message}; name some of {matrices}"
-
-
-@_refusing
 def check_model(
     config: ConfigDict, family: Family, sizes: ModelConfig, positions: int | None
-) -> Conditions:
+) -> None:
     """Refuses a model directory that family, preset or lengths do not fit (ValueError).
 
     positions: how many the directory names; None: none.
     """
-    path, preset = config.model.path, config.model.preset
+    path, preset, refusals = config.model.path, config.model.preset, []
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
-    yield (
-        positions is None or longest <= positions,
-        f"rollout.max_prompt_tokens + max_response_tokens = {longest} exceeds the {positions} "
-        f"positions of {path} (max_position_embeddings in its config.json; rope_scaling of type "
-        "'yarn' makes them more)",
-    )
-    same_family = type(sizes) is family.config
-    yield (
-        same_family,
-        f"model.family = {config.model.family!r} computes model_type {family.config.model_type!r}, "
-        f"but {path} has {sizes.model_type!r}; set model.family to that",
-    )
-    if preset and same_family:
+    if positions is not None and longest > positions:
+        refusals.append(
+            f"rollout.max_prompt_tokens + max_response_tokens = {longest} exceeds the {positions} "
+            f"positions of {path} (max_position_embeddings in its config.json; rope_scaling of "
+            "type 'yarn' makes them more)"
+        )
+    if type(sizes) is not family.config:
+        refusals.append(
+            f"model.family = {config.model.family!r} computes model_type "
+            f"{family.config.model_type!r}, but {path} has {sizes.model_type!r}; set model.family "
+            "to that"
+        )
+    elif preset:
         ours, theirs = (dataclasses.asdict(c) for c in (family.presets[preset], sizes))
-        differing = [f"{k} is {theirs[k]}, not {v}" for k, v in ours.items() if theirs[k] != v]
-        yield (
-            not differing,
-            f"{path} is no model of the sizes model.preset = {preset!r}: {'; '.join(differing)}",
+        if wrong := [f"{k} is {theirs[k]}, not {v}" for k, v in ours.items() if theirs[k] != v]:
+            refusals.append(
+                f"{path} is no model of the sizes model.preset = {preset!r}: {'; '.join(wrong)}"
+            )
+    refuse(refusals)
+
+
+def check_lora(learner: ConfigDict, sizes: ModelConfig) -> None:
+    """Refuses LoRA of matrices that a model lacks, or of none (ValueError)."""
+    matrices = {p.name.partition("_")[0] for p in sizes.layer.parameters if "E" not in p.axes}
+    able = [target for target in MATRICES if target in matrices]
+    targets = tuple(learner.lora_targets)
+    if learner.lora_rank and (not targets or set(targets) - set(able)):
+        raise ValueError(
+            f"learner.lora_targets = {targets}, but LoRA of model_type {sizes.model_type!r} "
+            f"adapts {', '.join(able)}: name some of these (experts and routers are left alone)"
         )
 
 
-@_refusing
-def check_parameters(config: ConfigDict, tokenizer_ids: int, sizes: ModelConfig) -> Conditions:
-    """Refuses more ids than a model has embedding rows, and LoRA of what it lacks (ValueError)."""
-    yield (
-        tokenizer_ids <= sizes.vocab_size,
-        f"the tokenizer has {tokenizer_ids} ids, but the model only {sizes.vocab_size} embedding "
-        "rows; set tokenizer.path to the model's own tokenizer",
-    )
-    matrices = {p.name.partition("_")[0] for p in sizes.layer.parameters if "E" not in p.axes}
-    able = [target for target in MATRICES if target in matrices]
-    missing = [it for it in MATRICES if it in config.learner.lora_targets and it not in able]
-    yield (
-        not (config.learner.lora_rank and missing),
-        f"learner.lora_targets has {', '.join(missing)}, which model_type {sizes.model_type!r} "
-        f"does not adapt: experts and routers are left alone; there are {', '.join(able)}",
-    )
+def check_ids(tokenizer_ids: int, sizes: ModelConfig) -> None:
+    """Refuses a tokenizer of more ids than the model has embedding rows (ValueError)."""
+    if tokenizer_ids > sizes.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {tokenizer_ids} ids, but the model only {sizes.vocab_size} "
+            "embedding rows; set tokenizer.path to the model's own tokenizer"
+        )
 
 
 def check_divides(config: ConfigDict, mesh: jax.sharding.Mesh) -> None:

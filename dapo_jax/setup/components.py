@@ -15,7 +15,6 @@ from configs.base import eval_settings, has_environments, mixture_settings
 from dapo_jax import hub, learner
 from dapo_jax.episodes import Environments
 from dapo_jax.losses import takes_old_logp
-from dapo_jax.process import hosts
 from dapo_jax.rollout import StepPlan, success_by
 from dapo_jax.sampler.cache import SPREAD_READERS, Cache, plan_cache
 from dapo_jax.sampler.decode import Sampling
@@ -68,12 +67,7 @@ class Programs:
 
     def compile_update(self) -> Callable:
         """The update, compiled: what does not fit shows before anything is sampled."""
-        update, everywhere = self._for_all_rows(self.lower_update), rules.replicated(self.mesh)
-
-        def run(state, start_weights, batch, rate: float):
-            return update(state, start_weights, batch, hosts.place(rate, everywhere))
-
-        return run
+        return self._for_all_rows(self.lower_update)
 
     def lower_old_logprobs(self, row_tokens: int) -> jax.stages.Lowered:
         """The learner's own old log-probabilities of such a batch, ready to compile."""
@@ -159,11 +153,11 @@ def model_sizes(config: ConfigDict) -> ModelConfig:
     if preset and preset not in family.presets:
         known = ", ".join(family.presets) or "none"
         raise ValueError(f"model.preset = {preset!r} is unknown; {config.model.family} has {known}")
-    if not path:
-        return family.presets[preset]
-    sizes = load_config(path)
-    checks.check_model(config, family, sizes, positions_of(path, sizes))
-    check_files(path, sizes)
+    sizes = load_config(path) if path else family.presets[preset]
+    checks.check_lora(config.learner, sizes)
+    if path:
+        checks.check_model(config, family, sizes, positions_of(path, sizes))
+        check_files(path, sizes)
     return sizes
 
 
@@ -311,18 +305,15 @@ def programs(config: ConfigDict, vocab_size: int, *, devices=None) -> Programs:
     None: all of this program's.
     """
     sizes = model_sizes(config)
-    checks.check_parameters(config, vocab_size, sizes)
+    checks.check_ids(vocab_size, sizes)
     mesh = mesh_of(config, devices)
     kernels = kernels_for(config.model.kernels, platform_of(mesh))
     constants = learning(config, vocab_size, kernels, routes=sizes.routes)
     graph, params = abstract_params(sizes)
     shardings = rules.param_shardings(mesh, param_axes(params), params, rules.LEARNER)
     weights = jax.eval_shape(lambda p: learner.cast(p, config.model.compute_dtype), params)
-    trained, trained_shardings = params, shardings
-    if constants.lora:
-        trained = abstract_adapters(sizes, constants.lora)
-        axes = param_axes(trained)
-        trained_shardings = rules.param_shardings(mesh, axes, trained, rules.LEARNER)
+    trained = abstract_adapters(sizes, constants.lora) if constants.lora else params
+    trained_shardings = rules.param_shardings(mesh, param_axes(trained), trained, rules.LEARNER)
     state = jax.eval_shape(functools.partial(learner.init_state, learning=constants), trained)
     everywhere = rules.replicated(mesh)
     state_shardings = learner.shardings_like_params(state, trained_shardings, everywhere)

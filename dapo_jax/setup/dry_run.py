@@ -33,7 +33,7 @@ def dry_run(config: ConfigDict, workdir: pathlib.Path, parent: Parent | None) ->
     directory, step, require = start.directory_of(config, workdir), None, fingerprint.require_parent
     if hosts.on_main(directory.is_dir):
         there = Checkpoints(directory, keep=None)
-        step = hosts.on_main(there.latest_step)
+        step = there.latest_step()
     if step is not None:
         fingerprint.require_steps_left(config, step, there.directory)
         require = functools.partial(fingerprint.require_same, report=say)

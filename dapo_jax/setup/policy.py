@@ -12,7 +12,7 @@ from configs.compare import complete, current
 from dapo_jax.checkpoints import fingerprint
 from dapo_jax.checkpoints.store import Checkpoints
 from dapo_jax.logs.files import read_json
-from dapo_jax.process import compile_cache, hosts
+from dapo_jax.process import compile_cache
 from dapo_jax.setup import auto_sizes, components, start
 from models import families
 
@@ -59,7 +59,7 @@ def restored(
     ValueError where the config, or the start model, is not the run's.
     """
     config, lora = programs.config, programs.learning.lora
-    newest = hosts.on_main(checkpoints.latest_step)
+    newest = checkpoints.latest_step()
     step = newest if step is None else step
     if step is None:
         raise FileNotFoundError(f"{checkpoints.directory} is empty: there is no policy in it")
@@ -95,7 +95,7 @@ def load_policy(
     keys of the policy that may differ from the run's.
     """
     start.accept(config, *(("data.",) if evaluates else ("data.", "eval.")), training=False)
-    compile_cache.enable(several=hosts.count() > 1)
+    compile_cache.enable()
     read = functools.partial(start.read_data, begun=workdir, training=False, evaluates=evaluates)
     planned = start.plan(config, read, fit, training=False)
     config, programs = planned.config, planned.programs

@@ -40,7 +40,7 @@ from dapo_jax.logs.metrics import Stopwatch
 from dapo_jax.logs.record import Record
 from dapo_jax.process import compile_cache, hosts
 from dapo_jax.rollout import StepPlan
-from dapo_jax.sampler.session import Stream
+from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.setup import auto_sizes, checks, components
 from dapo_jax.tasks.datasets import Dataset
 from dapo_jax.tasks.tokenizer import Tokenizer
@@ -71,6 +71,11 @@ class Planned:
             f"{r.max_response_tokens} tokens, {self.config.updates_per_step} updates",
             *self.chosen,
         ]
+
+    def session(self, weights: dict, *streams: Stream) -> Session:
+        """Begins a session of these streams; weights: the sampler's."""
+        environments = components.environments(self.config, self.data, self.tokenizer)
+        return Session(self.programs.engine, weights, *streams, environments=environments)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,14 +190,14 @@ def open_run(
     """Begins, or resumes, the run in `workdir`; given: the parent of --start. stack: closes it."""
     watch = Stopwatch()
     accept(config, training=True)
-    compile_cache.enable(several=hosts.count() > 1)
+    compile_cache.enable()
     hosts.on_main(lambda: _lock(config, workdir, stack))
     parent = hosts.on_main(lambda: fingerprint.parent_of(workdir, given))
     c = config.checkpoint
     own = Checkpoints(directory_of(config, workdir), keep=c.keep, keep_period=c.keep_period)
     # From here on a stop saves.
     snapshots = stack.enter_context(Snapshots(own, every_steps=c.every_steps, say=print))
-    if parent and hosts.on_main(own.latest_step) is None:
+    if parent and own.latest_step() is None:
         parents_checkpoints(config, parent).close()  # refuses, before the data is read
     planned = plan_training(config, workdir, parent)
     config, programs = planned.config, planned.programs

@@ -594,7 +594,7 @@ def main(_):
     works = SMALL if FLAGS.small else REAL
     if kind not in works:
         sys.exit(f"this measures a GPU or a TPU, and JAX finds a {kind}: give --small=tpu")
-    compile_cache.enable(several=False)  # what tells a program's memory has compiled it
+    compile_cache.enable()  # what tells a program's memory has compiled it
     print("\n".join([common.origin(), "", *table(["row", "result", "took, s"], [])]), flush=True)
     mistakes = 0
     for name, run in rows_of(works[kind]):
