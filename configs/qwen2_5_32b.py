@@ -5,8 +5,7 @@
 512 prompts x 16 responses of at most 20,480 tokens; 16 updates of 512 responses a rollout step.
 On v6e-256 add --config.rollout.cache_mib=12288 --config.learner.remat=full. For partial rollouts,
 whose cache leaves room for the update, add --config.rollout.partial_rollout_steps=8
---config.rollout.cache_mib=43008 --config.rollout.slot_tokens=4096. For Qwen3-32B, which was not
-compiled, add --config.model.path=Qwen/Qwen3-32B --config.model.family=qwen3.
+--config.rollout.cache_mib=43008 --config.rollout.slot_tokens=4096.
 Hardware: 256 TPU chips, v5p-512 or v6e-256. Minutes: 11 to 23 a step on v5p, estimated for 4,537
 tokens a response (experiments/preflight, commit 5956fc1). Result: not run; the TPU's compiler says
 that it fits. The paper reports 50 points on AIME 2024 (mean@32) after about 330 steps.
