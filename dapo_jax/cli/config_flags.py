@@ -38,26 +38,19 @@ def define_config(
 
 def read_config(arguments: Sequence[str]) -> ConfigDict:
     """Returns the config of a command line's --config flags; ValueError, in one line."""
+    return _config_flag(arguments).value
+
+
+def _config_flag(arguments: Sequence[str]) -> flags.Flag:
+    """Parses the --config flags of a command line, whatever others are there."""
     argv, flag_values = ["", *arguments], flags.FlagValues()
-    holder = define_config(flag_values=flag_values, argv=argv)
+    define_config(flag_values=flag_values, argv=argv)
+    flag_values.set_gnu_getopt()  # to go on behind another flag's value
     try:
-        flag_values(argv)
+        flag_values(argv, known_only=True)
     except (flags.Error, AttributeError, KeyError, OSError) as error:
         raise ValueError(error_line(error)) from None
-    return holder.value
-
-
-def config_flags_of(arguments: Sequence[str]) -> list[str]:
-    """Returns --config and every --config.KEY of a command line, each with its value."""
-    given, takes_next = [], False
-    for argument in arguments:
-        if takes_next and not argument.startswith("-"):
-            given[-1] += f"={argument}"
-        takes_next = False
-        if re.match(r"--?(no)?config(\.|=|$)", argument):
-            given.append(argument)
-            takes_next = "=" not in argument
-    return given
+    return flag_values["config"]
 
 
 class ConfigParser(ConfigFileFlagParser):
@@ -140,15 +133,14 @@ def error_line(error: BaseException) -> str:
 
 def help_text(arguments: Sequence[str]) -> str:
     """Returns what `--help` prints of every key of a command's config, or of the defaults."""
-    given = config_flags_of(arguments)
-    files = [flag.partition("=")[2] for flag in given if flag.startswith(("--config=", "-config="))]
-    of_defaults = [] if files else [f"--config={base.__file__}"]
+    is_named = any(re.match("--?config(=|$)", argument) for argument in arguments)
+    flag = _config_flag([*["--config=configs/base.py"] * (not is_named), *arguments])
     lines = [
-        f"Keys of the config, with their values in {files[-1] if files else 'configs/base.py'};",
+        f"Keys of the config, with their values in {flag.config_filename};",
         "--config.KEY=VALUE sets one. *: not the default, which then follows in parentheses.",
         "",
     ]
-    for name, value in base.leaves(read_config([*of_defaults, *given])):
+    for name, value in base.leaves(flag.value):
         key = base.key_of(name)
         changed = value != key.default
         meaning = f"{key.meaning} ({key.default!r})" if changed else key.meaning

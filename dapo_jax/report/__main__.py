@@ -14,9 +14,9 @@ import argparse
 import dataclasses
 import pathlib
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 
+from dapo_jax.logs.files import write_file
 from dapo_jax.report import compare, evaluations, page, plots, runs
 from dapo_jax.report.rows import read_rows_file
 from dapo_jax.report.runs import Run
@@ -49,18 +49,15 @@ def write_report(
     folder: pathlib.Path, loaded: Mapping[str, Run], *, baseline: str = ""
 ) -> pathlib.Path:
     """Writes curves.png, accuracy_vs_tokens.png and report.html; returns the path of the page."""
-    folder.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix="report.") as own:  # two may be written
-        pictures = [pathlib.Path(own, name) for name in ("curves.png", "accuracy_vs_tokens.png")]
-        plots.save(plots.curves(loaded), pictures[0])
-        plots.save(plots.accuracy_vs_tokens(loaded), pictures[1])
-        data = [path.read_bytes() for path in pictures]
-        text = page.render(loaded, pictures=data, baseline=baseline)
-        # Responses may hold any characters.
-        pathlib.Path(own, "report.html").write_bytes(text.encode(errors="backslashreplace"))
-        for file in pathlib.Path(own).iterdir():
-            file.replace(folder / file.name)
-    return folder / "report.html"
+    figures = plots.curves(loaded), plots.accuracy_vs_tokens(loaded)
+    pictures = [plots.png(figure) for figure in figures]
+    text = page.render(loaded, pictures=pictures, baseline=baseline)
+    # Responses may hold any characters.
+    contents = [*pictures, text.encode(errors="backslashreplace")]
+    files = [folder / name for name in ("curves.png", "accuracy_vs_tokens.png", "report.html")]
+    for file, content in zip(files, contents, strict=True):
+        write_file(file, content)
+    return files[-1]
 
 
 def main() -> None:
