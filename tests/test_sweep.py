@@ -97,13 +97,13 @@ def test_a_grid_spans_arms_and_seeds_come_in_turn():
     points = plan.points(pathlib.Path("D"), single_device=True)
     assert [(p.seed, p.arm) for p in points[:5]] == [*((0, name) for name in names), (3, names[0])]
     assert points[-1].seed == 7 and len(points) == 12
-    assert points[1].arguments == [
+    assert points[1].arguments == (
         "--config=configs/tiny.py:token_level",
         "--config.mesh.cpu_devices=1",
         "--config.algo.eps_high=0.2",
         "--config.seed=0",
         "--workdir=D/eps_high=0.2+token_level/seed_0",
-    ]
+    )
 
 
 def test_arms_are_named_and_span_the_grid():

@@ -28,7 +28,6 @@ GREW = 10.0  # times the entropy of the run's first step, from
 GREW_FROM_NATS = 1.0
 COLLAPSED = 0.01  # of the entropy of the run's first step
 ANSWERLESS = 0.99  # of the responses
-SOLVED = 0.95  # of the responses
 BROKEN = 0.5  # share of responses without finite log-probabilities at which a run stops
 FORGOTTEN = 0.1  # of the first step's tool calls
 CALLS = "task/calls"
@@ -195,8 +194,6 @@ def cap_advice(config: ConfigDict, rollouts: Rollouts) -> str:
     share = np.mean([r.verdict.prediction is None for r in responses])
     if right == 0 and max(cut, share) >= ANSWERLESS:
         return _no_answer_advice(config, cut, share)
-    if right >= SOLVED:
-        return "The model solves these problems: start anew with harder ones"
     return (
         "Raise rollout.max_generation_batches and give the command again, or start anew with "
         "other data"

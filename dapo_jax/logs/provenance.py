@@ -50,8 +50,8 @@ def code_version(root: pathlib.Path) -> dict:
     try:
         if not (root / ".git").exists():  # a folder around it may have one
             raise FileNotFoundError
-        commit = subprocess.run([*git, "rev-parse", "HEAD"], **about).stdout.strip()
-        status = [*git, "status", "--porcelain", "--untracked-files=no"]
-        return {"commit": commit, "changed": bool(subprocess.run(status, **about).stdout)}
+        describe = ["describe", "--always", "--exclude=*", "--abbrev=40", "--dirty"]
+        commit, dirty, _ = subprocess.run([*git, *describe], **about).stdout.partition("-dirty")
+        return {"commit": commit.strip(), "changed": bool(dirty)}
     except (OSError, subprocess.SubprocessError):  # no git, another user's files, a slow disk
         return {"commit": None, "changed": None}
