@@ -42,7 +42,7 @@ def test_a_recipe_that_fits_its_slice(monkeypatch, request):
     recipe = qwen2_5_0_5b.get_config()
     recipe.update_from_flattened_dict(SMALL_SETTINGS)
     monkeypatch.setitem(PRESETS, "0.5b", SMALL)
-    how = {"config_name": "small", "slices": None, "say": print}
+    how = {"config_name": "small", "slices": None}
     effort = "jax_exec_time_optimization_effort"  # a third of the seconds; JAX 0.12 has none
     if effort in jax.config.values:
         jax.config.update(effort, -1.0)
@@ -73,13 +73,13 @@ def test_a_program_that_needs_more_than_there_is_does_not_fit():
         (1.0, 0, "mine on v5e:1x1: 1 chips"),
         (15.0, 0, "less than 10% is free: lower learner.micro_batch_rows"),
         (16.0, 1, "it does not fit"),
-        (None, 1, "it does not fit: update: 17.2G\nSet learner.remat to offload"),
+        (None, 1, "it does not fit: update: 17.2G\nlower learner.micro_batch_rows"),
     ],
 )
 def test_the_exit_status_says_whether_it_fits(monkeypatch, capsys, gib, status, words):
     """gib: of the one program's temporaries; None: it does not compile."""
 
-    def compile_programs(built, *, say):
+    def compile_programs(built):
         if gib is None:
             raise DoesNotFit("update: 17.2G")
         return {"update": Program(device_bytes(built.state), int(gib * GIB))}

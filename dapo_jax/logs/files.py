@@ -7,6 +7,7 @@ import contextlib
 import datetime
 import gzip
 import hashlib
+import io
 import itertools
 import json
 import math
@@ -43,20 +44,19 @@ def locked(folder: pathlib.Path) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def atomic_file(path: pathlib.Path) -> Iterator:
-    """Opens a binary file that appears under `path` complete or not at all.
+def write_file(path: pathlib.Path, content: bytes) -> None:
+    """Writes a file that appears under `path` complete or not at all.
 
-    The bytes go to PATH.tmp, which is synced and renamed when the block ends, and removed when the
-    block raises; the next writer of `path` replaces one that a killed process left. Its folder is
-    made, the one around it is not: a run whose folder was moved shall not begin another there.
+    The bytes go to PATH.tmp, which is synced and renamed at the end, and removed after an error;
+    the next writer of `path` replaces one that a killed process left. Its folder is made, the one
+    around it is not: a run whose folder was moved shall not begin another there.
     """
     temporary = path.with_name(f"{path.name}.tmp")
     with _naming(path):
         path.parent.mkdir(exist_ok=True)
         try:
             with temporary.open("wb") as file:
-                yield file
+                file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(path)
@@ -64,12 +64,6 @@ def atomic_file(path: pathlib.Path) -> Iterator:
             with contextlib.suppress(OSError):  # the folder may be gone: the first error counts
                 temporary.unlink()
             raise
-
-
-def write_file(path: pathlib.Path, content: bytes) -> None:
-    """Writes a file, as `atomic_file` does."""
-    with atomic_file(path) as file:
-        file.write(content)
 
 
 @contextlib.contextmanager
@@ -159,11 +153,10 @@ def write_rollouts(path: pathlib.Path, rows: Iterable[Mapping], *, level: int = 
 
     level: of compression; 1 is seven times as fast as 9, for half as many bytes more.
     """
-    with (
-        atomic_file(path) as file,
-        gzip.GzipFile(filename="", mode="wb", compresslevel=level, fileobj=file, mtime=0) as zipped,
-    ):
+    content = io.BytesIO()
+    with gzip.GzipFile("", "wb", level, content, mtime=0) as zipped:
         zipped.writelines(map(json_line, rows))
+    write_file(path, content.getvalue())
 
 
 def read_rollouts(path: pathlib.Path) -> Iterator[dict]:

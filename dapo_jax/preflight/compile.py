@@ -10,7 +10,6 @@ import os
 import pathlib
 import sys
 import types
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -102,20 +101,20 @@ def lowered_programs(built: components.Programs) -> dict[str, jax.stages.Lowered
     return programs | {"update": built.lower_update(row_tokens)}
 
 
-def compiled_programs(
-    built: components.Programs, *, say: Callable[[str], None]
-) -> dict[str, Program]:
+def compiled_programs(built: components.Programs) -> dict[str, Program]:
     """Compiles the config's programs in parallel, and says how far; may raise DoesNotFit."""
     say("tracing the config's programs")
-    lowered, programs, workers = lowered_programs(built), {}, os.cpu_count()
+    lowered, workers = lowered_programs(built), os.cpu_count()
     say(f"{len(lowered)} programs to compile, {workers} at once; the update takes longest")
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
         longest_first = sorted(lowered, key=lambda name: name != "update")
-        jobs = {pool.submit(compiled, name, lowered[name]): name for name in longest_first}
-        for done, job in enumerate(concurrent.futures.as_completed(jobs), start=1):
-            programs[jobs[job]] = job.result()
-            say(f"program {done} of {len(jobs)}: {jobs[job]}")
-    return {name: programs[name] for name in lowered}
+        jobs = {name: pool.submit(compiled, name, lowered[name]) for name in longest_first}
+        return {name: jobs[name].result() for name in lowered}
+
+
+def say(message: str) -> None:
+    """Shows progress, apart from the result."""
+    print(message, file=sys.stderr, flush=True)
 
 
 def compiled(name: str, lowered: jax.stages.Lowered) -> Program:
@@ -127,4 +126,5 @@ def compiled(name: str, lowered: jax.stages.Lowered) -> Program:
             raise
         said = next(line for line in str(error).splitlines() if "RESOURCE_EXHAUSTED" in line)
         raise DoesNotFit(f"{name}: {said}") from error
+    say(f"compiled {name}")
     return Program(memory.argument_size_in_bytes, memory.temp_size_in_bytes)

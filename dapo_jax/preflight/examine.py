@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 
 import jax
 from ml_collections import ConfigDict
@@ -13,6 +12,7 @@ from dapo_jax.preflight.compile import (
     Program,
     any_tokenizer,
     compiled_programs,
+    say,
     topology_devices,
     without_weights,
 )
@@ -22,6 +22,11 @@ from models.parameters import ModelConfig
 from models.transformer import abstract_params
 
 WANTED_HEADROOM = 0.10
+UPDATES = ("update", "old_logprobs")  # the learner's programs
+ADVICE = (
+    "lower learner.micro_batch_rows, learner.row_tokens, learner.row_lengths or "
+    "rollout.cache_mib, set learner.remat to offload, raise mesh.model, or take a larger topology"
+)
 PARTS = ("state", "start weights", "sampler's weights", "keys and values", "batch", "temporaries")
 
 
@@ -74,33 +79,19 @@ class Findings:
             out.append(f"{phase.name:22}{''.join(sizes)}{phase.total / GIB:9.2f}")
         free = f"{self.headroom:.1%} free in {self.fullest.name}"
         out.append(f"of {self.chip.hbm_bytes / GIB:.2f} GiB: {free}")
-        over = self.fullest.total - (1 - WANTED_HEADROOM) * self.chip.hbm_bytes
-        advice = (
-            f"lower rollout.cache_mib by {math.ceil(over / 2**20)} or raise mesh.model: sampling "
-            "needs the most"
-        )
-        if self.fullest.name in ("update", "old_logprobs"):
-            advice = (
-                "lower learner.micro_batch_rows, learner.row_tokens or learner.row_lengths, set "
-                "learner.remat to offload, or raise mesh.model: the update needs the most"
-            )
-        if over > 0:
-            out.append(f"less than {WANTED_HEADROOM:.0%} is free: {advice}")
+        if self.headroom < WANTED_HEADROOM:
+            over = self.fullest.total - (1 - WANTED_HEADROOM) * self.chip.hbm_bytes
+            samples = self.fullest.name not in UPDATES
+            advice = f"lower rollout.cache_mib by {math.ceil(over / 2**20)} or raise mesh.model"
+            out.append(f"less than {WANTED_HEADROOM:.0%} is free: {advice if samples else ADVICE}")
         return [*out, "it fits" if self.headroom >= 0 else "it does not fit"]
 
 
-def examine(
-    config: ConfigDict,
-    topology: str,
-    *,
-    config_name: str,
-    slices: int | None,
-    say: Callable[[str], None],
-) -> Findings:
+def examine(config: ConfigDict, topology: str, *, config_name: str, slices: int | None) -> Findings:
     """Compiles all programs of a config for a topology, and adds up the memory.
 
-    slices: None: the config's. say: shows progress. Raises ValueError for settings that cannot
-    work, DoesNotFit for a program that does not.
+    slices: None: the config's. Raises ValueError for settings that cannot work, DoesNotFit for a
+    program that does not.
     """
     config, chip = without_weights(config), chip_of(topology)
     config.mesh.slices = slices = slices or config.mesh.slices
@@ -108,7 +99,7 @@ def examine(
     run = planned(config, topology_devices(topology, slices=slices), chip.hbm_bytes)
     for line in run.chosen:
         say(line)
-    phases = memory_phases(run.programs, compiled_programs(run.programs, say=say))
+    phases = memory_phases(run.programs, compiled_programs(run.programs))
     return Findings(title, chip, run.programs, phases)
 
 
@@ -135,7 +126,7 @@ def memory_phases(built: components.Programs, programs: dict[str, Program]) -> l
     phases = []
     for name, program in programs.items():
         parts = sampling
-        if name in ("update", "old_logprobs"):
+        if name in UPDATES:
             given = built.state if name == "update" else built.state.params
             batch = program.arguments - device_bytes((given, built.start_weights))
             parts = kept | {"batch": batch}

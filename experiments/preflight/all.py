@@ -52,7 +52,7 @@ def row_of(config_name: str, topology: str, slices: int, settings: dict) -> tupl
     """Compiles a config: (its row of the table, whether it fits)."""
     config = importlib.import_module(f"configs.{config_name}").get_config()
     config.update_from_flattened_dict(settings)
-    how = {"config_name": config_name, "slices": slices, "say": lambda message: None}
+    how = {"config_name": config_name, "slices": slices}
     where = topology + (f" x {slices}" if slices > 1 else "")
     row = [config_name, where, ", ".join(f"{key} {value}" for key, value in settings.items())]
     try:
