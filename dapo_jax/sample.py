@@ -11,6 +11,7 @@ and in the tokenizer's chat template where training had it so, or where a model 
 With --environment a question begins an episode, whose turns are printed with its reward.
 """
 
+import contextlib
 import json
 import pathlib
 import sys
@@ -163,8 +164,7 @@ def main(_):
         sys.stdin.reconfigure(errors="replace")
     start = time.perf_counter()
     run, asked, environments = load()
-    names = [it for it in ("temperature", "top_p", "top_k") if given[it].present]
-    changes = {name: given[name].value for name in names}
+    changes = {it: given[it].value for it in ("temperature", "top_p", "top_k") if given[it].present}
     sampling = components.sampling(run.config, run.tokenizer, **changes)
     run.programs.engine.compile(sampling)
     print(f"ready after {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
@@ -179,13 +179,10 @@ def main(_):
 
 def typed() -> Iterator[str]:
     """Yields the lines that are typed, up to an empty one or the end of the input."""
-    while sys.stdin:  # None where it was closed
-        if sys.stdin.isatty():
-            print("> ", end="", flush=True)
-        line = sys.stdin.readline().strip()
-        if not line:
-            return
-        yield line
+    shown = "> " if sys.stdin.isatty() else ""
+    with contextlib.suppress(EOFError):
+        while line := input(shown).strip():
+            yield line
 
 
 if __name__ == "__main__":

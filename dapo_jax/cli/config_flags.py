@@ -23,17 +23,16 @@ HELP = ("--help", "-help", "-h", "--helpfull", "--helpshort")
 
 def define_config(
     *, flag_values: flags.FlagValues = flags.FLAGS, argv: Sequence[str] | None = None
-) -> flags.FlagHolder:
+) -> None:
     """Defines --config=FILE[:PRESET], which is required, and --config.KEY=VALUE for every key.
 
     argv: the command line that they are on; None: that of the process.
     """
-    holder = config_flags.DEFINE_config_file(
+    config_flags.DEFINE_config_file(
         "config", None, "The run's config.", flag_values=flag_values, sys_argv=argv
     )
     flag_values["config"].parser = ConfigParser(argv)
     flags.mark_flag_as_required("config", flag_values=flag_values)
-    return holder
 
 
 def read_config(arguments: Sequence[str]) -> ConfigDict:

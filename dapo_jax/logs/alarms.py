@@ -189,10 +189,9 @@ ALARMS: tuple[Alarm, ...] = (
 def cap_advice(config: ConfigDict, rollouts: Rollouts) -> str:
     """Says what to do where the cap on generation left too few informative groups."""
     responses = [r for group in rollouts.sampled for r in group.responses]
-    right = np.mean([r.verdict.correct for r in responses])
     cut = np.mean([not r.stopped for r in responses])
     share = np.mean([r.verdict.prediction is None for r in responses])
-    if right == 0 and max(cut, share) >= ANSWERLESS:
+    if not rollouts.correct_PG.any() and max(cut, share) >= ANSWERLESS:
         return _no_answer_advice(config, cut, share)
     return (
         "Raise rollout.max_generation_batches and give the command again, or start anew with "

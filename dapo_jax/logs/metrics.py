@@ -128,11 +128,6 @@ class Metric:
     summary: str = ""
     higher_is_better: bool = False
 
-    @property
-    def name(self) -> str:
-        """The end of the key in words: what a legend calls it below its panel's title."""
-        return self.key.rpartition("/")[2].replace("_", " ")
-
     def text(self, value: float | None) -> str:
         """The value as a person reads it, as wide as the format says; '-' where it is missing."""
         if value is None:

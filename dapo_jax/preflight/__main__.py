@@ -10,7 +10,6 @@ holds in each phase. Exit status: 0: it fits. 1: it does not; the setting to cha
 Needs the package libtpu: `make preflight` installs it beside the environment.
 """
 
-import pathlib
 import sys
 
 from absl import flags
@@ -24,9 +23,7 @@ from dapo_jax.preflight.compile import DoesNotFit
 def main(_):
     given = flags.FLAGS
     try:
-        name = pathlib.Path(given["config"].config_filename).stem
-        how = {"config_name": name, "slices": given.slices}
-        found = examine.examine(given.config, given.topology, **how)
+        found = examine.examine(given.config, given.topology, slices=given.slices)
     except DoesNotFit as error:
         print(f"it does not fit: {error}\n{examine.ADVICE}")
         sys.exit(1)

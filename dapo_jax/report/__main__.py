@@ -49,15 +49,13 @@ def write_report(
     folder: pathlib.Path, loaded: Mapping[str, Run], *, baseline: str = ""
 ) -> pathlib.Path:
     """Writes curves.png, accuracy_vs_tokens.png and report.html; returns the path of the page."""
-    figures = plots.curves(loaded), plots.accuracy_vs_tokens(loaded)
-    pictures = [plots.png(figure) for figure in figures]
-    text = page.render(loaded, pictures=pictures, baseline=baseline)
-    # Responses may hold any characters.
-    contents = [*pictures, text.encode(errors="backslashreplace")]
-    files = [folder / name for name in ("curves.png", "accuracy_vs_tokens.png", "report.html")]
-    for file, content in zip(files, contents, strict=True):
-        write_file(file, content)
-    return files[-1]
+    draw = {"curves.png": plots.curves, "accuracy_vs_tokens.png": plots.accuracy_vs_tokens}
+    files = {name: plots.png(figure(loaded)) for name, figure in draw.items()}
+    text = page.render(loaded, pictures=[*files.values()], baseline=baseline)
+    files["report.html"] = text.encode(errors="backslashreplace")  # responses may hold anything
+    for name, content in files.items():
+        write_file(folder / name, content)
+    return folder / "report.html"
 
 
 def main() -> None:

@@ -74,7 +74,8 @@ def panels(runs: Mapping[str, Run]) -> list[Panel]:
     drawn: list[tuple[str, str, Curve]] = []
     for metric in METRICS:
         if metric.panel and metric.key in known:
-            of_metric = [metric_curve(metric.key, metric.name)]
+            name = metric.key.rpartition("/")[2].replace("_", " ")
+            of_metric = [metric_curve(metric.key, name)]
             if metric.key == ACCURACY:
                 of_metric = [metric_curve(ACCURACY, "training"), *mean_scores(runs)]
             drawn += [(metric.panel, metric.unit, curve) for curve in of_metric]
