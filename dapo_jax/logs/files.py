@@ -210,7 +210,7 @@ def begin_rows(
     if (steps := first_step - begin_step) > 0:
         kept.setdefault(first_step - 1, last_row)
     write_file(path, b"".join(map(json_line, kept.values())))
-    if missing := steps - len(kept):
+    if (missing := steps - len(kept)) > 0:
         notes.append(
             f"{path} lacks {missing} of the {steps} rows before step {first_step}: it was deleted "
             "or cut short; the run itself goes on from its checkpoint"
