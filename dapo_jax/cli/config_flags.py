@@ -31,7 +31,7 @@ def define_config(
     config_flags.DEFINE_config_file(
         "config", None, "The run's config.", flag_values=flag_values, sys_argv=argv
     )
-    flag_values["config"].parser = ConfigParser(argv)
+    flag_values["config"].parser = ConfigParser(argv or sys.argv)
     flags.mark_flag_as_required("config", flag_values=flag_values)
 
 
@@ -55,7 +55,7 @@ def _config_flag(arguments: Sequence[str]) -> flags.Flag:
 class ConfigParser(ConfigFileFlagParser):
     """Loads a config, adds the data sets that flags name, and refuses flags of keys it lacks."""
 
-    def __init__(self, argv: Sequence[str] | None):
+    def __init__(self, argv: Sequence[str]):
         super().__init__("config")
         self._argv = argv
 
@@ -75,8 +75,7 @@ class ConfigParser(ConfigFileFlagParser):
             raise ValueError(f"{file}: get_config returns nothing; end it with `return config`")
         config, wrong = on_defaults(config)
         refuse(wrong, f"{file}: ")
-        argv = (sys.argv if self._argv is None else self._argv)[1:]
-        given = {match[1]: match.string for match in map(KEY_FLAG.match, argv) if match}
+        given = {match[1]: match.string for match in map(KEY_FLAG.match, self._argv) if match}
         for key in dict.fromkeys(match[1] for match in map(SET_KEY.match, given) if match):
             sets = config.eval.sets if key.startswith("eval.") else config.data.mixture
             name = key.rpartition(".")[2]

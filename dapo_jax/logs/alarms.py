@@ -115,9 +115,8 @@ def _entropy_bound(row, of: "Alarms") -> float:
 
 
 def _has_exploded(row, of: "Alarms") -> bool:
-    entropy = row.get("entropy", 0.0)
-    grew = entropy > max(GREW_FROM_NATS, GREW * row.get("entropy_first", 0.0))
-    return entropy > EXPLODED * of.uniform_nats or grew
+    grown = max(GREW_FROM_NATS, GREW * row.get("entropy_first", 0.0))
+    return row.get("entropy", 0.0) > min(grown, EXPLODED * of.uniform_nats)
 
 
 # fmt: off
@@ -193,10 +192,7 @@ def cap_advice(config: ConfigDict, rollouts: Rollouts) -> str:
     share = np.mean([r.verdict.prediction is None for r in responses])
     if not rollouts.correct_PG.any() and max(cut, share) >= ANSWERLESS:
         return _no_answer_advice(config, cut, share)
-    return (
-        "Raise rollout.max_generation_batches and give the command again, or start anew with "
-        "other data"
-    )
+    return "Raise rollout.max_generation_batches and go on, or start anew with other data"
 
 
 class Alarms:
@@ -213,9 +209,8 @@ class Alarms:
     def ratio_gap(self) -> float:
         """The bound of the ratio's gap; none where sampling is cut, which the update leaves out."""
         r, bound = self.config.rollout, self.config.alarms.max_ratio_gap
-        if bound == 0 and (r.top_p < 1 or r.top_k > 0):
-            return math.inf
-        return bound or RATIO_GAP[self.config.model.compute_dtype]
+        is_cut = r.top_p < 1 or r.top_k > 0
+        return bound or (math.inf if is_cut else RATIO_GAP[self.config.model.compute_dtype])
 
     def values(self, *names: str) -> str:
         """Shows settings with their values."""

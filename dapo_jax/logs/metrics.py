@@ -86,8 +86,7 @@ class Step:
     @property
     def trained(self) -> list[Response]:
         """The responses that the updates are of."""
-        kept = (self.rollouts.sampled[p] for p in self.rollouts.kept)
-        return [response for group in kept for response in group.responses]
+        return [r for p in self.rollouts.kept for r in self.rollouts.sampled[p].responses]
 
     def mean_age(self, of: Callable[[Response], int]) -> float | None:
         """Averages over the trained tokens; None without partial rollouts."""
