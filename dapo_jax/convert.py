@@ -41,12 +41,11 @@ def convert(
     target: "hf:DIR", or "peft:DIR" for a run's LoRA factors alone. trust_code: whether a module
     that the run names may be imported.
     """
-    to_kind, to_path = _place("to", target, ("hf", "peft"))
+    exports = ("hf", "peft") if source.startswith("run:") else ("hf",)
+    to_kind, to_path = _place("to", target, exports)
     from_kind, from_path = _place("from", source, ("hf", "run"))
     if step is not None and from_kind != "run":
         raise ValueError(f"--step is {step}, but --from is {source!r}: only a run has steps")
-    if (from_kind, to_kind) == ("hf", "peft"):
-        raise ValueError(f"--to is {target!r}, but --from is {source!r}: only a run has factors")
     if to_path.exists() and (
         not to_path.is_dir() or {p.name for p in to_path.iterdir()} - {PARTIAL}
     ):

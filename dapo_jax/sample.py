@@ -11,7 +11,7 @@ and in the tokenizer's chat template where training had it so, or where a model 
 With --environment a question begins an episode, whose turns are printed with its reward.
 """
 
-import ast
+import contextlib
 import json
 import pathlib
 import sys
@@ -43,32 +43,21 @@ PAGE_TOKENS = 128
 KEY = "typed"  # of the prompts
 
 
-def answers(
-    run: Policy,
-    sampling: Sampling,
-    prompt: Prompt,
-    *,
-    n: int,
-    seed: int,
-    environments: Environments | None = None,
-) -> list[Response]:
-    """Samples n responses to a prompt.
+def answer(
+    run: Policy, sampling: Sampling, prompt: Prompt, environments: Environments | None
+) -> None:
+    """Samples the responses to a prompt, and prints them.
 
-    Another row of its example, or another seed, has other random numbers.
+    Another row of its example, or another --seed, has other random numbers.
     """
-    key = jax.random.fold_in(components.key(run.config, components.EVAL_STREAM), seed)
-    stream = Stream(key, sampling)
+    start = time.perf_counter()
+    key = components.key(run.config, components.EVAL_STREAM)
+    stream = Stream(jax.random.fold_in(key, flags.FLAGS.seed), sampling)
     session = Session(run.programs.engine, run.weights, stream, environments=environments)
-    session.submit(prompt.example.row, prompt, group_size=n)
+    session.submit(prompt.example.row, prompt, group_size=flags.FLAGS.n)
     while session.unfinished:
         finished = session.step()
-    return list(finished[0].responses)
-
-
-def answer(run: Policy, sampling: Sampling, prompt: Prompt, **asked) -> None:
-    """Samples the responses and prints them; asked: as of `answers`."""
-    start = time.perf_counter()
-    responses = answers(run, sampling, prompt, **asked)
+    responses = finished[0].responses
     for i, response in enumerate(responses, start=1):
         text = printable_lines(shown(response, run.tokenizer))
         print(f"--- {i} of {len(responses)}\n{text}" if i > 1 else text, flush=True)
@@ -88,7 +77,16 @@ def shown(response: Response, tokenizer: Tokenizer) -> str:
     return f"{conversation(response.turns)}\n[end] {reward}; {counts}"
 
 
-def load(prompt: str | None, *, n: int) -> tuple[Policy, Callable, Environments | None]:
+def json_object(flag: str) -> dict:
+    """Returns a flag's value, a JSON object; ValueError for any other."""
+    text = flags.FLAGS[flag].value
+    try:
+        return dict(json.loads(text))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"--{flag}={text}: must be as '{{\"name\": 1}}'") from error
+
+
+def load() -> tuple[Policy, Callable, Environments | None]:
     """Opens the policy that the flags name: (its run, asked, environments).
 
     asked(text, cursor, tokenizer): a question's prompt. environments: answer the turns.
@@ -106,15 +104,8 @@ def load(prompt: str | None, *, n: int) -> tuple[Policy, Callable, Environments 
     template = given.template or (trained_with(config) if workdir else "none")
     if given.chat is not None:
         config.tokenizer.chat = "template" if given.chat else "none"
-    try:
-        config.tokenizer.chat_args.update(ast.literal_eval(given.chat_args))
-    except (SyntaxError, ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"--chat_args={given.chat_args}: must be as \"{{'name': 1}}\"") from error
-    factory = None
-    try:
-        columns = dict(json.loads(given.columns))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"--columns={given.columns}: must be as '{{\"name\": 1}}'") from error
+    config.tokenizer.chat_args.update(json_object("chat_args"))
+    columns, factory = json_object("columns"), None
     if given.environment:
         config.data.train.update(environment=given.environment, weight=None)  # caches have turns
         factory = Factory.of("sample", given.environment, r.environment_seconds)
@@ -138,13 +129,13 @@ def load(prompt: str | None, *, n: int) -> tuple[Policy, Callable, Environments 
         if config.model.path:
             most = r.max_prompt_tokens
             tokens = min(TALK_TOKENS, most if r.max_response_tokens else most // 2)
-            if prompt is not None:
-                tokens = len(asked(prompt, 0, tokenizer).token_ids)
+            if given.prompt is not None:
+                tokens = len(asked(given.prompt, 0, tokenizer).token_ids)
             if tokens > most:
                 response = f"a response of --max_tokens={r.max_response_tokens or 1}"
                 raise ValueError(f"--prompt has {tokens} tokens; {most} fit before {response}")
             auto_sizes.fit_lengths(config, max(1, tokens), most=TALK_TOKENS)
-        auto_sizes.fit_cache(config, n)
+        auto_sizes.fit_cache(config, given.n)
 
     may_differ = ("tokenizer.chat", "tokenizer.date")  # chat_args among them
     run = policy.open_policy(config, workdir, fit, step=given.step, may_differ=may_differ)
@@ -172,34 +163,26 @@ def main(_):
     if sys.stdin:
         sys.stdin.reconfigure(errors="replace")
     start = time.perf_counter()
-    run, asked, environments = load(given.prompt, n=given.n)
-    names = [it for it in ("temperature", "top_p", "top_k") if given[it].present]
-    changes = {name: given[name].value for name in names}
+    run, asked, environments = load()
+    changes = {it: given[it].value for it in ("temperature", "top_p", "top_k") if given[it].present}
     sampling = components.sampling(run.config, run.tokenizer, **changes)
     run.programs.engine.compile(sampling)
-    say = {"n": given.n, "seed": given.seed, "environments": environments}
     print(f"ready after {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
-    if given.prompt is not None:
-        answer(run, sampling, asked(given.prompt, 0, run.tokenizer), **say)
-        return
     most = run.config.rollout.max_prompt_tokens
-    for cursor, line in enumerate(typed()):
+    for cursor, line in enumerate(typed() if given.prompt is None else [given.prompt]):
         prompt = asked(line, cursor, run.tokenizer)
         if (tokens := len(prompt.token_ids)) > most:
             print(f"[{tokens:,} tokens, of {most:,} at most: not answered]", file=sys.stderr)
         else:
-            answer(run, sampling, prompt, **say)
+            answer(run, sampling, prompt, environments)
 
 
 def typed() -> Iterator[str]:
     """Yields the lines that are typed, up to an empty one or the end of the input."""
-    while sys.stdin:  # None where it was closed
-        if sys.stdin.isatty():
-            print("> ", end="", flush=True)
-        line = sys.stdin.readline().strip()
-        if not line:
-            return
-        yield line
+    shown = "> " if sys.stdin.isatty() else ""
+    with contextlib.suppress(EOFError):
+        while line := input(shown).strip():
+            yield line
 
 
 if __name__ == "__main__":
@@ -208,7 +191,7 @@ if __name__ == "__main__":
     flags.DEFINE_string("model", None, "A Hugging Face directory, or ORG/NAME on its hub.")
     flags.DEFINE_string("prompt", None, "One question; without it, those that are typed.")
     flags.DEFINE_bool("chat", None, "Put questions into the tokenizer's chat template, or do not.")
-    flags.DEFINE_string("chat_args", "{}", "Its arguments, as \"{'enable_thinking': False}\".")
+    flags.DEFINE_string("chat_args", "{}", "Its arguments, as '{\"enable_thinking\": false}'.")
     flags.DEFINE_string("template", None, "dapo, boxed, none, or a text with {problem}.")
     flags.DEFINE_string("environment", None, "module:Class, which answers the turns of an episode.")
     flags.DEFINE_string("columns", "{}", "JSON, the row that the environment begins with.")

@@ -92,7 +92,7 @@ class Study:
         """The sweep that makes the runs."""
         return plans.make(
             config=self.config,
-            flags=[f"--config.{key}={value}" for key, value in (SETTINGS | self.settings).items()],
+            settings=SETTINGS | self.settings,
             grid=[],
             named=[f"{name}: {settings}" for name, settings in self.arms.items()],
             seeds="".join(f"{seed}," for seed in self.seeds),
@@ -356,7 +356,7 @@ def main(argv: Sequence[str]) -> None:
 def write(folder: pathlib.Path, text: str, drawn: plots.Figure) -> None:
     """Writes and prints a study's result."""
     write_file(folder / RESULT, text.encode())
-    plots.save(drawn, folder / FIGURE)
+    write_file(folder / FIGURE, plots.png(drawn))
     print(text)
 
 

@@ -18,7 +18,7 @@ from conftest import cases
 from disturbed import has, refused, rows_of, training
 from processes import small_files, started
 
-from dapo_jax.logs.files import LOCK, append_line, atomic_file, begin_rows, locked, read_rows
+from dapo_jax.logs.files import LOCK, append_line, begin_rows, locked, read_rows, write_file
 from dapo_jax.process import failures
 
 pytestmark = pytest.mark.faults
@@ -26,14 +26,17 @@ ROWS = [{"step": step, "reward/mean": step / 3, "entropy": 0.1 * step} for step 
 STEPS = "num_steps=3"
 HOLD = """
 import os, pathlib, socket, sys, time
-from dapo_jax.logs.files import append_line, atomic_file, locked
+from dapo_jax.logs.files import append_line, locked, write_file
+def hold(file):
+    print("held", flush=True)
+    time.sleep(60)
 folder = pathlib.Path(sys.argv[1])
-with locked(folder), atomic_file(folder / "eval" / "3.json") as file:
+with locked(folder):
     (folder / "starts.jsonl").touch()
     start = {"pid": os.getpid(), "host": socket.gethostname(), "time": "2026"}
     append_line(folder / "starts.jsonl", start)
-    print("held", flush=True)
-    time.sleep(60)
+    os.fsync = hold
+    write_file(folder / "eval" / "3.json", b"{}")
 """
 
 
@@ -52,8 +55,7 @@ def test_a_write_that_fails_at_any_byte_leaves_whole_rows(seed, tmp_path):
         for row in ROWS:
             append_line(file, row)
             done.append(row)
-            with atomic_file(tmp_path / "eval" / f"{row['step']}.json") as result:
-                result.write(b"x" * (100 * row["step"]))
+            write_file(tmp_path / "eval" / f"{row['step']}.json", b"x" * (100 * row["step"]))
     line, status = failures.explain(raised.value)
     assert str(tmp_path) in line and "EFBIG" in line and "\n" not in line and status == 1
     rows = read_rows(file)
@@ -109,8 +111,8 @@ def test_a_second_run_touches_nothing_and_a_killed_ones_lock_is_free(tmp_path):
             process.send_signal(number)
         process.wait()
     assert len([*tmp_path.glob("eval/*.tmp")]) == 1
-    with locked(tmp_path), atomic_file(tmp_path / "eval" / "3.json") as file:
-        file.write(b"{}")
+    with locked(tmp_path):
+        write_file(tmp_path / "eval" / "3.json", b"{}")
     assert [path.name for path in tmp_path.glob("eval/*")] == ["3.json"]
 
 

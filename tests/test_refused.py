@@ -59,7 +59,7 @@ def writer(name):
 
 
 def sweep(changes):
-    how = {"config": "configs/tiny.py", "flags": (), "grid": (), "named": (), "seeds": "2"}
+    how = {"config": "configs/tiny.py", "settings": {}, "grid": (), "named": (), "seeds": "2"}
     plan.make(**how | {"start": ""} | changes)
 
 

@@ -82,7 +82,8 @@ def test_the_pooled_interval_has_the_residual_of_all_arms():
 
 
 def _plan(*, grid=(), named=(), seeds="2", common=(), config="configs/tiny.py", start=""):
-    return plans.make(config=config, flags=common, grid=grid, named=named, seeds=seeds, start=start)
+    arms = {"grid": grid, "named": named, "seeds": seeds}
+    return plans.make(config=config, settings=dict(common), start=start, **arms)
 
 
 def test_a_grid_spans_arms_and_seeds_come_in_turn():
@@ -96,27 +97,28 @@ def test_a_grid_spans_arms_and_seeds_come_in_turn():
     points = plan.points(pathlib.Path("D"), single_device=True)
     assert [(p.seed, p.arm) for p in points[:5]] == [*((0, name) for name in names), (3, names[0])]
     assert points[-1].seed == 7 and len(points) == 12
-    assert points[1].arguments == [
+    assert points[1].arguments == (
         "--config=configs/tiny.py:token_level",
+        "--config.mesh.cpu_devices=1",
         "--config.algo.eps_high=0.2",
         "--config.seed=0",
-        "--config.mesh.cpu_devices=1",
         "--workdir=D/eps_high=0.2+token_level/seed_0",
-    ]
+    )
 
 
 def test_arms_are_named_and_span_the_grid():
     plan = _plan(
         named=["no_filter: algo.dynamic_sampling=False algo.eps_high=0.3", "as_is:"],
         grid=["rollout.max_response_tokens=60,80"],
-        common=["--config.num_steps=7", "--config.mesh.cpu_devices=2"],
+        common={"num_steps": 7, "mesh.cpu_devices": 2},
         start="run:base/{seed}@60",
     )
     assert next(iter(plan.arms)) == "no_filter+max_response_tokens=60" and len(plan.arms) == 4
     point = plan.points(pathlib.Path("D"), single_device=True)[4]
     assert (point.arm, point.seed, point.num_steps) == (next(iter(plan.arms)), 1, 7)
     assert "--start=run:base/1@60" in point.arguments
-    assert sum("cpu_devices" in flag for flag in point.flags) == 1, "the flags' own counts"
+    (own,) = [argument for argument in point.arguments if "cpu_devices" in argument]
+    assert own.endswith("=2"), "the flags' own counts"
     assert plan.configs["as_is+max_response_tokens=80"].algo.dynamic_sampling
     names = [list(_plan(config=f"configs/tiny.py{preset}").arms) for preset in ("", ":dapo")]
     assert names == [["tiny"], ["dapo"]]
@@ -127,17 +129,17 @@ def test_arms_are_named_and_span_the_grid():
 
 
 def test_a_folder_takes_more_of_the_same_sweep_and_no_other(tmp_path):
-    steps = ["--config.num_steps=3"]
+    steps = {"num_steps": 3}
     plans.record(_plan(grid=["algo.eps_high=0.2"], common=steps), tmp_path)
-    more = ["--config.num_steps=4", "--config.mesh.cpu_devices=1"]
+    more = {"num_steps": 4, "mesh.cpu_devices": 1}
     plans.record(_plan(grid=["algo.eps_high=0.28,0.2"], seeds="3", common=more), tmp_path)
     found = json.loads((tmp_path / "sweep.json").read_text())
     assert list(found["arms"]) == ["eps_high=0.2", "eps_high=0.28"]
     assert found["seeds"] == [0, 1, 2]
     for changes, message in (
         ({"start": "run:x@1"}, "--start is 'run:x@1', but was"),
-        ({"common": ["--config.algo.eps_low=0.1"]}, "algo.eps_low is 0.1"),
-        ({"common": ["--config.eval.samples_per_prompt=2"]}, "is 2, but"),
+        ({"common": {"algo.eps_low": 0.1}}, "algo.eps_low is 0.1"),
+        ({"common": {"eval.samples_per_prompt": 2}}, "is 2, but"),
         ({"named": ["eps_high=0.2: algo.eps_high=0.3"]}, "arm 'eps_high=0.2' is"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -185,8 +187,7 @@ FAKE = [sys.executable, "-S", "-c", PROGRAM]
 
 def _points(folder, does, *, steps=2, seeds="2"):
     (folder / "does.json").write_text(json.dumps(does))
-    common = [f"--config.num_steps={steps}"]
-    plan = _plan(grid=["algo.eps_high=0.2,0.3"], seeds=seeds, common=common)
+    plan = _plan(grid=["algo.eps_high=0.2,0.3"], seeds=seeds, common={"num_steps": steps})
     return plan, plan.points(folder)
 
 

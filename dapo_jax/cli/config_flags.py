@@ -23,47 +23,39 @@ HELP = ("--help", "-help", "-h", "--helpfull", "--helpshort")
 
 def define_config(
     *, flag_values: flags.FlagValues = flags.FLAGS, argv: Sequence[str] | None = None
-) -> flags.FlagHolder:
+) -> None:
     """Defines --config=FILE[:PRESET], which is required, and --config.KEY=VALUE for every key.
 
     argv: the command line that they are on; None: that of the process.
     """
-    holder = config_flags.DEFINE_config_file(
+    config_flags.DEFINE_config_file(
         "config", None, "The run's config.", flag_values=flag_values, sys_argv=argv
     )
-    flag_values["config"].parser = ConfigParser(argv)
+    flag_values["config"].parser = ConfigParser(argv or sys.argv)
     flags.mark_flag_as_required("config", flag_values=flag_values)
-    return holder
 
 
 def read_config(arguments: Sequence[str]) -> ConfigDict:
     """Returns the config of a command line's --config flags; ValueError, in one line."""
+    return _config_flag(arguments).value
+
+
+def _config_flag(arguments: Sequence[str]) -> flags.Flag:
+    """Parses the --config flags of a command line, whatever others are there."""
     argv, flag_values = ["", *arguments], flags.FlagValues()
-    holder = define_config(flag_values=flag_values, argv=argv)
+    define_config(flag_values=flag_values, argv=argv)
+    flag_values.set_gnu_getopt()  # to go on behind another flag's value
     try:
-        flag_values(argv)
+        flag_values(argv, known_only=True)
     except (flags.Error, AttributeError, KeyError, OSError) as error:
         raise ValueError(error_line(error)) from None
-    return holder.value
-
-
-def config_flags_of(arguments: Sequence[str]) -> list[str]:
-    """Returns --config and every --config.KEY of a command line, each with its value."""
-    given, takes_next = [], False
-    for argument in arguments:
-        if takes_next and not argument.startswith("-"):
-            given[-1] += f"={argument}"
-        takes_next = False
-        if re.match(r"--?(no)?config(\.|=|$)", argument):
-            given.append(argument)
-            takes_next = "=" not in argument
-    return given
+    return flag_values["config"]
 
 
 class ConfigParser(ConfigFileFlagParser):
     """Loads a config, adds the data sets that flags name, and refuses flags of keys it lacks."""
 
-    def __init__(self, argv: Sequence[str] | None):
+    def __init__(self, argv: Sequence[str]):
         super().__init__("config")
         self._argv = argv
 
@@ -83,8 +75,7 @@ class ConfigParser(ConfigFileFlagParser):
             raise ValueError(f"{file}: get_config returns nothing; end it with `return config`")
         config, wrong = on_defaults(config)
         refuse(wrong, f"{file}: ")
-        argv = (sys.argv if self._argv is None else self._argv)[1:]
-        given = {match[1]: match.string for match in map(KEY_FLAG.match, argv) if match}
+        given = {match[1]: match.string for match in map(KEY_FLAG.match, self._argv) if match}
         for key in dict.fromkeys(match[1] for match in map(SET_KEY.match, given) if match):
             sets = config.eval.sets if key.startswith("eval.") else config.data.mixture
             name = key.rpartition(".")[2]
@@ -140,15 +131,14 @@ def error_line(error: BaseException) -> str:
 
 def help_text(arguments: Sequence[str]) -> str:
     """Returns what `--help` prints of every key of a command's config, or of the defaults."""
-    given = config_flags_of(arguments)
-    files = [flag.partition("=")[2] for flag in given if flag.startswith(("--config=", "-config="))]
-    of_defaults = [] if files else [f"--config={base.__file__}"]
+    is_named = any(re.match("--?config(=|$)", argument) for argument in arguments)
+    flag = _config_flag([*["--config=configs/base.py"] * (not is_named), *arguments])
     lines = [
-        f"Keys of the config, with their values in {files[-1] if files else 'configs/base.py'};",
+        f"Keys of the config, with their values in {flag.config_filename};",
         "--config.KEY=VALUE sets one. *: not the default, which then follows in parentheses.",
         "",
     ]
-    for name, value in base.leaves(read_config([*of_defaults, *given])):
+    for name, value in base.leaves(flag.value):
         key = base.key_of(name)
         changed = value != key.default
         meaning = f"{key.meaning} ({key.default!r})" if changed else key.meaning

@@ -28,7 +28,6 @@ GREW = 10.0  # times the entropy of the run's first step, from
 GREW_FROM_NATS = 1.0
 COLLAPSED = 0.01  # of the entropy of the run's first step
 ANSWERLESS = 0.99  # of the responses
-SOLVED = 0.95  # of the responses
 BROKEN = 0.5  # share of responses without finite log-probabilities at which a run stops
 FORGOTTEN = 0.1  # of the first step's tool calls
 CALLS = "task/calls"
@@ -116,9 +115,8 @@ def _entropy_bound(row, of: "Alarms") -> float:
 
 
 def _has_exploded(row, of: "Alarms") -> bool:
-    entropy = row.get("entropy", 0.0)
-    grew = entropy > max(GREW_FROM_NATS, GREW * row.get("entropy_first", 0.0))
-    return entropy > EXPLODED * of.uniform_nats or grew
+    grown = max(GREW_FROM_NATS, GREW * row.get("entropy_first", 0.0))
+    return row.get("entropy", 0.0) > min(grown, EXPLODED * of.uniform_nats)
 
 
 # fmt: off
@@ -190,17 +188,11 @@ ALARMS: tuple[Alarm, ...] = (
 def cap_advice(config: ConfigDict, rollouts: Rollouts) -> str:
     """Says what to do where the cap on generation left too few informative groups."""
     responses = [r for group in rollouts.sampled for r in group.responses]
-    right = np.mean([r.verdict.correct for r in responses])
     cut = np.mean([not r.stopped for r in responses])
     share = np.mean([r.verdict.prediction is None for r in responses])
-    if right == 0 and max(cut, share) >= ANSWERLESS:
+    if not rollouts.correct_PG.any() and max(cut, share) >= ANSWERLESS:
         return _no_answer_advice(config, cut, share)
-    if right >= SOLVED:
-        return "The model solves these problems: start anew with harder ones"
-    return (
-        "Raise rollout.max_generation_batches and give the command again, or start anew with "
-        "other data"
-    )
+    return "Raise rollout.max_generation_batches and go on, or start anew with other data"
 
 
 class Alarms:
@@ -217,9 +209,8 @@ class Alarms:
     def ratio_gap(self) -> float:
         """The bound of the ratio's gap; none where sampling is cut, which the update leaves out."""
         r, bound = self.config.rollout, self.config.alarms.max_ratio_gap
-        if bound == 0 and (r.top_p < 1 or r.top_k > 0):
-            return math.inf
-        return bound or RATIO_GAP[self.config.model.compute_dtype]
+        is_cut = r.top_p < 1 or r.top_k > 0
+        return bound or (math.inf if is_cut else RATIO_GAP[self.config.model.compute_dtype])
 
     def values(self, *names: str) -> str:
         """Shows settings with their values."""

@@ -7,6 +7,7 @@ import contextlib
 import datetime
 import gzip
 import hashlib
+import io
 import itertools
 import json
 import math
@@ -43,20 +44,19 @@ def locked(folder: pathlib.Path) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def atomic_file(path: pathlib.Path) -> Iterator:
-    """Opens a binary file that appears under `path` complete or not at all.
+def write_file(path: pathlib.Path, content: bytes) -> None:
+    """Writes a file that appears under `path` complete or not at all.
 
-    The bytes go to PATH.tmp, which is synced and renamed when the block ends, and removed when the
-    block raises; the next writer of `path` replaces one that a killed process left. Its folder is
-    made, the one around it is not: a run whose folder was moved shall not begin another there.
+    The bytes go to PATH.tmp, which is synced and renamed at the end, and removed after an error;
+    the next writer of `path` replaces one that a killed process left. Its folder is made, the one
+    around it is not: a run whose folder was moved shall not begin another there.
     """
     temporary = path.with_name(f"{path.name}.tmp")
     with _naming(path):
         path.parent.mkdir(exist_ok=True)
         try:
             with temporary.open("wb") as file:
-                yield file
+                file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(path)
@@ -64,12 +64,6 @@ def atomic_file(path: pathlib.Path) -> Iterator:
             with contextlib.suppress(OSError):  # the folder may be gone: the first error counts
                 temporary.unlink()
             raise
-
-
-def write_file(path: pathlib.Path, content: bytes) -> None:
-    """Writes a file, as `atomic_file` does."""
-    with atomic_file(path) as file:
-        file.write(content)
 
 
 @contextlib.contextmanager
@@ -119,7 +113,7 @@ def read_starts(path: pathlib.Path) -> list[dict]:
     for line in path.read_bytes().splitlines() if path.is_file() else ():
         with contextlib.suppress(ValueError):
             starts.append(json.loads(line))
-    return [start for start in starts if isinstance(start, dict)]
+    return starts
 
 
 def read_json(path: pathlib.Path) -> dict:
@@ -159,34 +153,16 @@ def write_rollouts(path: pathlib.Path, rows: Iterable[Mapping], *, level: int = 
 
     level: of compression; 1 is seven times as fast as 9, for half as many bytes more.
     """
-    with (
-        atomic_file(path) as file,
-        gzip.GzipFile(filename="", mode="wb", compresslevel=level, fileobj=file, mtime=0) as zipped,
-    ):
+    content = io.BytesIO()
+    with gzip.GzipFile("", "wb", level, content, mtime=0) as zipped:
         zipped.writelines(map(json_line, rows))
+    write_file(path, content.getvalue())
 
 
 def read_rollouts(path: pathlib.Path) -> Iterator[dict]:
     """Yields the responses that `write_rollouts` wrote."""
     with gzip.open(path) as lines:
         yield from map(json.loads, lines)
-
-
-def _read_lines(path: pathlib.Path) -> list[tuple[bytes, dict]]:
-    """The file's lines, as written and as parsed; a torn last line is left out."""
-    pairs = []
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
-        whole = line.endswith(b"\n")
-        try:
-            row = json.loads(line)
-            if type(row["step"]) is not int:
-                raise TypeError("its step is no integer")
-        except (KeyError, TypeError, ValueError) as error:
-            if not whole:  # only the last line can lack its end: a kill in the middle of a write
-                break
-            raise ValueError(f"{path}, line {number}: no row ({error}): {line[:80]!r}") from None
-        pairs.append((line if whole else line + b"\n", row))
-    return pairs
 
 
 def read_rows(path: pathlib.Path) -> list[dict]:
@@ -196,7 +172,18 @@ def read_rows(path: pathlib.Path) -> list[dict]:
     not parse. Raises ValueError, with file and line, for any other broken line, and
     FileNotFoundError.
     """
-    return [row for _, row in _read_lines(path)]
+    rows = []
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+        try:
+            row = json.loads(line)
+            if type(row["step"]) is not int:
+                raise TypeError("its step is no integer")
+        except (KeyError, TypeError, ValueError) as error:
+            if not line.endswith(b"\n"):
+                break
+            raise ValueError(f"{path}, line {number}: no row ({error}): {line[:80]!r}") from None
+        rows.append(row)
+    return rows
 
 
 def begin_rows(
@@ -205,31 +192,28 @@ def begin_rows(
     """Leaves in workdir/metrics.jsonl the rows before `first_step`, at which work begins.
 
     The others belong to work that will be done again: they go to metrics.cut-<n>.jsonl. A torn last
-    line goes too. Kept lines keep their bytes. begin_step: the run's first step; a fork's is not 0.
-    last_row: of the step before, which a checkpoint has; appended where the file lacks it. Returns
-    what a person should know of the rows found.
+    line goes too. begin_step: the run's first step; a fork's is not 0. last_row: of the step
+    before, which a checkpoint has; added where the file lacks it. Returns what a person should know
+    of the rows found.
     """
     path, notes = workdir / "metrics.jsonl", []
-    lines = [(row["step"], line) for line, row in _read_lines(path)] if path.exists() else []
-    kept = {step: line for step, line in lines if step < first_step}
-    cut = [(step, line) for step, line in lines if step >= first_step]
-    if cut:
+    rows = read_rows(path) if path.exists() else []
+    kept = {row["step"]: row for row in rows if row["step"] < first_step}
+    if cut := [row for row in rows if row["step"] >= first_step]:
         names = (workdir / f"metrics.cut-{n}.jsonl" for n in itertools.count(1))
         copy = next(name for name in names if not name.exists())
-        write_file(copy, b"".join(line for _, line in cut))
+        write_file(copy, b"".join(map(json_line, cut)))
         notes.append(
-            f"{len(cut)} rows from step {cut[0][0]} on are of work that is done again; "
+            f"{len(cut)} rows from step {cut[0]['step']} on are of work that is done again; "
             f"kept in {copy}"
         )
-    write_file(path, b"".join(kept.values()))
-    missing = set(range(begin_step, first_step)) - kept.keys()
-    if first_step - 1 in missing:
-        append_line(path, last_row)
-        missing.remove(first_step - 1)
-    if missing:
+    if (steps := first_step - begin_step) > 0:
+        kept.setdefault(first_step - 1, last_row)
+    write_file(path, b"".join(map(json_line, kept.values())))
+    if (missing := steps - len(kept)) > 0:
         notes.append(
-            f"{path} lacks {len(missing)} of the {first_step - begin_step} rows before step "
-            f"{first_step}: it was deleted or cut short; the run itself goes on from its checkpoint"
+            f"{path} lacks {missing} of the {steps} rows before step {first_step}: it was deleted "
+            "or cut short; the run itself goes on from its checkpoint"
         )
     return notes
 

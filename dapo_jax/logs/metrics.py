@@ -86,8 +86,7 @@ class Step:
     @property
     def trained(self) -> list[Response]:
         """The responses that the updates are of."""
-        kept = (self.rollouts.sampled[p] for p in self.rollouts.kept)
-        return [response for group in kept for response in group.responses]
+        return [r for p in self.rollouts.kept for r in self.rollouts.sampled[p].responses]
 
     def mean_age(self, of: Callable[[Response], int]) -> float | None:
         """Averages over the trained tokens; None without partial rollouts."""
@@ -127,11 +126,6 @@ class Metric:
     line: str = ""
     summary: str = ""
     higher_is_better: bool = False
-
-    @property
-    def name(self) -> str:
-        """The end of the key in words: what a legend calls it below its panel's title."""
-        return self.key.rpartition("/")[2].replace("_", " ")
 
     def text(self, value: float | None) -> str:
         """The value as a person reads it, as wide as the format says; '-' where it is missing."""

@@ -45,13 +45,13 @@ def add_start(workdir: pathlib.Path, config: ConfigDict, about: Mapping) -> None
 
 def code_version(root: pathlib.Path) -> dict:
     """The commit of the code, and whether files differ from it; None each without git's say."""
-    git = ["git", "--no-optional-locks", "-C", str(root)]
+    git = ["git", "--no-optional-locks", "-C", root, "describe", "--always", "--dirty"]
     about = {"capture_output": True, "text": True, "timeout": 10, "check": True}
     try:
         if not (root / ".git").exists():  # a folder around it may have one
             raise FileNotFoundError
-        commit = subprocess.run([*git, "rev-parse", "HEAD"], **about).stdout.strip()
-        status = [*git, "status", "--porcelain", "--untracked-files=no"]
-        return {"commit": commit, "changed": bool(subprocess.run(status, **about).stdout)}
+        done = subprocess.run([*git, "--exclude=*", "--abbrev=40"], **about)
+        commit, dirty, _ = done.stdout.partition("-dirty")
+        return {"commit": commit.strip(), "changed": bool(dirty)}
     except (OSError, subprocess.SubprocessError):  # no git, another user's files, a slow disk
         return {"commit": None, "changed": None}

@@ -5,7 +5,6 @@ import contextlib
 import functools
 import hashlib
 import pathlib
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -49,7 +48,6 @@ class Record(contextlib.AbstractContextManager):
         self.workdir, self._log = workdir, config.log
         self.display = Display(config.num_steps, first_step, log)
         self._background = concurrent.futures.ThreadPoolExecutor(1)
-        self._files: concurrent.futures.Future | None = None
         document, last_step = as_json(config), first_step - 1 if first_step > begin_step else None
         if self._is_main:
             add_start(workdir, config, {"first_step": first_step, **about})
@@ -63,8 +61,6 @@ class Record(contextlib.AbstractContextManager):
     def __exit__(self, kind, error, traceback) -> None:
         self.display.close()
         self._background.shutdown()
-        if self._files is not None and (lost := self._files.exception()):
-            print(f"the step's responses were not written: {lost}", file=sys.stderr)
         if self._is_main and error is not None:
             files.append_log(self.workdir, f"ended by {kind.__name__}: {error}")
         self._writers("close")
@@ -86,10 +82,9 @@ class Record(contextlib.AbstractContextManager):
         arrays: `digests.described` of the state. The main process has them alone. Raises the error
         of a write that failed.
         """
-        if self._files is None:
+        if not self._is_main:
             return {}
-        pending, self._files = self._files, None
-        return pending.result() | {STATE: files.json_digest(arrays)}
+        return self._files.result() | {STATE: files.json_digest(arrays)}
 
     def responses(self, finished_steps: int, name: str, groups: Sequence[Group]) -> None:
         """Writes an evaluation set's responses to eval/<finished rollout steps>.<set>.jsonl.gz."""

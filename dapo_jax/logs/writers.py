@@ -5,11 +5,12 @@ A writer is a class with the methods of `Writer`, named "tensorboard", "wandb", 
 are in metrics.jsonl anyway.
 """
 
+import contextlib
 import importlib.util
 import json
 import pathlib
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from dapo_jax.logs.files import write_file
@@ -164,20 +165,20 @@ class Writers:
     def __init__(self, names: Sequence[str], say: Callable[[str], None], *of_run):
         self._say, self._writers = say, {}
         for name in names:
-            self._call(name, self._begin, name, *of_run)
+            with self._guarded(name):
+                self._writers[name] = find(name)(*of_run)
 
     def __call__(self, method: str, *arguments) -> None:
         """Calls a method of all of them that have it: step, evaluation, samples or close."""
         for name, writer in list(self._writers.items()):
             if hasattr(writer, method):
-                self._call(name, getattr(writer, method), *arguments)
+                with self._guarded(name):
+                    getattr(writer, method)(*arguments)
 
-    def _begin(self, name: str, *of_run) -> None:
-        self._writers[name] = find(name)(*of_run)
-
-    def _call(self, name: str, call: Callable[..., None], *arguments) -> None:
+    @contextlib.contextmanager
+    def _guarded(self, name: str) -> Iterator[None]:
         try:
-            call(*arguments)
+            yield
         except Exception as error:
             self._writers.pop(name, None)
             self._say(

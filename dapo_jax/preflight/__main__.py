@@ -10,7 +10,6 @@ holds in each phase. Exit status: 0: it fits. 1: it does not; the setting to cha
 Needs the package libtpu: `make preflight` installs it beside the environment.
 """
 
-import pathlib
 import sys
 
 from absl import flags
@@ -20,24 +19,13 @@ from dapo_jax.cli.config_flags import define_config
 from dapo_jax.preflight import examine
 from dapo_jax.preflight.compile import DoesNotFit
 
-ADVICE = (
-    "Set learner.remat to offload, lower learner.micro_batch_rows, learner.row_tokens, "
-    "learner.row_lengths or rollout.cache_mib, raise mesh.model, or take a larger topology"
-)
-
 
 def main(_):
     given = flags.FLAGS
     try:
-        found = examine.examine(
-            given.config,
-            given.topology,
-            config_name=pathlib.Path(given["config"].config_filename).stem,
-            slices=given.slices,
-            say=lambda message: print(message, file=sys.stderr, flush=True),
-        )
+        found = examine.examine(given.config, given.topology, slices=given.slices)
     except DoesNotFit as error:
-        print(f"it does not fit: {error}\n{ADVICE}")
+        print(f"it does not fit: {error}\n{examine.ADVICE}")
         sys.exit(1)
     print("\n".join(found.lines()))
     if found.headroom < 0:

@@ -40,7 +40,6 @@ CHIPS = {
 def chip_of(topology: str) -> Chip:
     """Returns the chip of a topology such as "v5p:8x8x4". ValueError for an unknown generation."""
     name = topology.partition(":")[0]
-    name = {"7x": "tpu7x", "v7x": "tpu7x"}.get(name, name)
     if name not in CHIPS:
         raise ValueError(f"--topology={topology}: there are {', '.join(CHIPS)}, as in v5p:8x8x4")
     return CHIPS[name]

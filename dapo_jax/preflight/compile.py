@@ -5,13 +5,10 @@ environment.
 """
 
 import concurrent.futures
-import importlib.util
 import os
 import pathlib
 import sys
 import types
-from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 from jax.experimental import topologies
@@ -37,13 +34,6 @@ class DoesNotFit(Exception):
     """A program that needs more memory than there is."""
 
 
-class Program(NamedTuple):
-    """A compiled program on one device: bytes."""
-
-    arguments: int
-    temporaries: int
-
-
 def topology_devices(topology: str, *, slices: int):
     """Returns a topology's devices, which need not be there; ValueError where none is known."""
     jax.config.update("jax_platforms", "cpu")
@@ -52,17 +42,11 @@ def topology_devices(topology: str, *, slices: int):
     for name, value in COMPILER_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     chip = chip_of(topology)
-    if "TPU_LIBRARY_PATH" not in os.environ and importlib.util.find_spec("libtpu") is None:
-        raise ValueError(
-            "the TPU's compiler, libtpu, is missing: `make preflight CONFIG=configs/FILE.py "
-            f"TOPOLOGY={topology}` installs it beside the environment and does the same"
-        )
-    several = {"num_slices": slices} if slices > 1 else {}
     try:
         return topologies.get_topology_desc(
             platform="tpu",
             topology_name=f"{chip.name}:{topology.partition(':')[2]}",
-            **several,
+            num_slices=slices,
             **dict(chip.description),
         ).devices
     except Exception as error:  # of several kinds, all from the compiler
@@ -102,24 +86,27 @@ def lowered_programs(built: components.Programs) -> dict[str, jax.stages.Lowered
     return programs | {"update": built.lower_update(row_tokens)}
 
 
-def compiled_programs(
-    built: components.Programs, *, say: Callable[[str], None]
-) -> dict[str, Program]:
-    """Compiles the config's programs in parallel, and says how far; may raise DoesNotFit."""
+def compiled_programs(built: components.Programs) -> dict:
+    """Compiles the config's programs in parallel, as `compiled` does each, and says how far."""
     say("tracing the config's programs")
-    lowered, programs, workers = lowered_programs(built), {}, os.cpu_count()
+    lowered, workers = lowered_programs(built), os.cpu_count()
     say(f"{len(lowered)} programs to compile, {workers} at once; the update takes longest")
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
         longest_first = sorted(lowered, key=lambda name: name != "update")
-        jobs = {pool.submit(compiled, name, lowered[name]): name for name in longest_first}
-        for done, job in enumerate(concurrent.futures.as_completed(jobs), start=1):
-            programs[jobs[job]] = job.result()
-            say(f"program {done} of {len(jobs)}: {jobs[job]}")
-    return {name: programs[name] for name in lowered}
+        jobs = {name: pool.submit(compiled, name, lowered[name]) for name in longest_first}
+        return {name: jobs[name].result() for name in lowered}
 
 
-def compiled(name: str, lowered: jax.stages.Lowered) -> Program:
-    """Compiles a program. Raises DoesNotFit where the memory is too small."""
+def say(message: str) -> None:
+    """Shows progress, apart from the result."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def compiled(name: str, lowered: jax.stages.Lowered):
+    """Returns XLA's analysis of a compiled program's memory on one device.
+
+    Raises DoesNotFit where the memory is too small.
+    """
     try:
         memory = lowered.compile().memory_analysis()
     except jax.errors.JaxRuntimeError as error:
@@ -127,4 +114,5 @@ def compiled(name: str, lowered: jax.stages.Lowered) -> Program:
             raise
         said = next(line for line in str(error).splitlines() if "RESOURCE_EXHAUSTED" in line)
         raise DoesNotFit(f"{name}: {said}") from error
-    return Program(memory.argument_size_in_bytes, memory.temp_size_in_bytes)
+    say(f"compiled {name}")
+    return memory

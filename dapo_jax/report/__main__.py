@@ -14,9 +14,9 @@ import argparse
 import dataclasses
 import pathlib
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 
+from dapo_jax.logs.files import write_file
 from dapo_jax.report import compare, evaluations, page, plots, runs
 from dapo_jax.report.rows import read_rows_file
 from dapo_jax.report.runs import Run
@@ -49,17 +49,12 @@ def write_report(
     folder: pathlib.Path, loaded: Mapping[str, Run], *, baseline: str = ""
 ) -> pathlib.Path:
     """Writes curves.png, accuracy_vs_tokens.png and report.html; returns the path of the page."""
-    folder.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix="report.") as own:  # two may be written
-        pictures = [pathlib.Path(own, name) for name in ("curves.png", "accuracy_vs_tokens.png")]
-        plots.save(plots.curves(loaded), pictures[0])
-        plots.save(plots.accuracy_vs_tokens(loaded), pictures[1])
-        data = [path.read_bytes() for path in pictures]
-        text = page.render(loaded, pictures=data, baseline=baseline)
-        # Responses may hold any characters.
-        pathlib.Path(own, "report.html").write_bytes(text.encode(errors="backslashreplace"))
-        for file in pathlib.Path(own).iterdir():
-            file.replace(folder / file.name)
+    draw = {"curves.png": plots.curves, "accuracy_vs_tokens.png": plots.accuracy_vs_tokens}
+    files = {name: plots.png(figure(loaded)) for name, figure in draw.items()}
+    text = page.render(loaded, pictures=[*files.values()], baseline=baseline)
+    files["report.html"] = text.encode(errors="backslashreplace")  # responses may hold anything
+    for name, content in files.items():
+        write_file(folder / name, content)
     return folder / "report.html"
 
 

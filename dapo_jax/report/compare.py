@@ -11,6 +11,7 @@ from dapo_jax.logs.metrics import TASK
 from dapo_jax.report import statistics
 from dapo_jax.report.runs import Run, by_arm, column, complete
 
+TOKENS = "sampled_tokens_total"  # of a row
 METHOD = f"""\
 Means over a run's last {statistics.LAST_ROWS} steps, or its last third where that is shorter;
 "clipped high" over all steps; evaluations after the last step. Differences are of runs of one seed,
@@ -45,7 +46,7 @@ def accuracy_over(budget_tokens: int) -> Quantity:
     """
 
     def value(run: Run) -> float:
-        spent = column(run.rows, "sampled_tokens_total")
+        spent = column(run.rows, TOKENS)
         if spent[-1] < budget_tokens:
             return math.nan
         tokens = np.diff(np.minimum(spent, budget_tokens), prepend=0.0)
@@ -65,18 +66,13 @@ def final_score(name: str, score: str) -> Quantity:
     return Quantity(f"{name} {score}, %", value)
 
 
-def sampled_tokens(run: Run) -> float:
-    """Counts the tokens that the run sampled for training, in thousands."""
-    return column(run.rows, "sampled_tokens_total")[-1] / 1e3
-
-
 def nonzero_updates(run: Run) -> float:
     """Counts the updates that changed the weights; NaN where the rows do not."""
     return np.sum(column(run.rows, "updates") - column(run.rows, "updates_zero_gradient"))
 
 
 WORK = (  # arms of equally many steps may differ in each
-    Quantity("sampled tokens, thousands", sampled_tokens, "{:.0f}"),
+    averaged(lambda values: values[-1] / 1e3, "sampled tokens, thousands", TOKENS, form="{:.0f}"),
     Quantity("non-zero updates", nonzero_updates, "{:.0f}"),
     averaged(np.sum, "informative groups", "groups/informative", form="{:.0f}"),
 )
@@ -207,15 +203,15 @@ def since_all_run(runs: Mapping[str, Run]) -> dict[str, Run]:
 
     Tokens are counted from there too, where a run has the step before.
     """
-    begin, tokens = max(run.rows[0]["step"] for run in runs.values()), "sampled_tokens_total"
+    begin = max(run.rows[0]["step"] for run in runs.values())
     all_rows = [row for run in runs.values() for row in run.rows]
-    spent = max((row.get(tokens, 0) for row in all_rows if row["step"] == begin - 1), default=0)
+    spent = max((row.get(TOKENS, 0) for row in all_rows if row["step"] == begin - 1), default=0)
 
     found = {}
     for label, run in runs.items():
         rows = [row for row in run.rows if row["step"] >= begin]
         if spent:
-            rows = [{**row, tokens: row[tokens] - spent} for row in rows]
+            rows = [{**row, TOKENS: row[TOKENS] - spent} for row in rows]
         found[label] = dataclasses.replace(run, rows=rows or run.rows)
     return found
 

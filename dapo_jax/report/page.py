@@ -17,7 +17,6 @@ from dapo_jax.tasks.templates import problem_of
 
 SAMPLES = 8  # of a step, each to another problem
 SHOWN_CHARS = 1_500  # of a problem and of a response
-SAMPLE_HEADS = ("run", "step", "problem", "response", "verdict", "tokens", "reward")
 
 
 def render(runs: Mapping[str, Run], *, pictures: Sequence[bytes] = (), baseline: str = "") -> str:
@@ -32,13 +31,12 @@ def render(runs: Mapping[str, Run], *, pictures: Sequence[bytes] = (), baseline:
         method=compare.METHOD,
         summaries={label: summary_lines(run) for label, run in runs.items()},
         pictures=[base64.b64encode(picture).decode() for picture in pictures],
-        sample_heads=SAMPLE_HEADS,
         samples=samples(runs),
     )
 
 
 def samples(runs: Mapping[str, Run]) -> list[list[str]]:
-    """Lists rows of SAMPLE_HEADS of each arm, of the first and last step that it has written."""
+    """Lists the page's samples of each arm, of the first and last step that it has written."""
     found, arms = [], set()
     for label, run in runs.items():
         files = (run.workdir / "rollouts").glob("[0-9]*.jsonl.gz") if run.workdir else ()

@@ -6,8 +6,8 @@ without an arm is an arm of its own.
 
 import collections
 import dataclasses
+import io
 import math
-import pathlib
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -17,7 +17,6 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
 
-from dapo_jax.logs.files import atomic_file
 from dapo_jax.logs.metrics import METRICS, TASK
 from dapo_jax.printable import shortened
 from dapo_jax.report.runs import Run, by_arm, tokens_before
@@ -75,7 +74,8 @@ def panels(runs: Mapping[str, Run]) -> list[Panel]:
     drawn: list[tuple[str, str, Curve]] = []
     for metric in METRICS:
         if metric.panel and metric.key in known:
-            of_metric = [metric_curve(metric.key, metric.name)]
+            name = metric.key.rpartition("/")[2].replace("_", " ")
+            of_metric = [metric_curve(metric.key, name)]
             if metric.key == ACCURACY:
                 of_metric = [metric_curve(ACCURACY, "training"), *mean_scores(runs)]
             drawn += [(metric.panel, metric.unit, curve) for curve in of_metric]
@@ -123,10 +123,10 @@ def chosen(
     for i, panel in enumerate(panels, start=1):
         ax = figure.add_subplot(rows, columns, i)
         _panel(ax, list(arms.values()), panel, over_tokens=over_tokens)
-    looks = [_look(i) | {"linewidth": 4} for i in range(len(arms))] if len(arms) > 1 else []
+    named = arms if len(arms) > 1 else {}
     legend = figure.legend(
-        [Line2D([], [], **look) for look in looks],
-        [f" {shortened(arm, limit=LABEL)}" for arm in arms][: len(looks)],  # "_a" would be hidden
+        [Line2D([], [], **_look(i) | {"linewidth": 4}) for i in range(len(named))],
+        [f" {shortened(arm, limit=LABEL)}" for arm in named],  # "_a" would be hidden
         loc="outside upper left",
         ncols=4,
         fontsize=11,
@@ -139,10 +139,10 @@ def chosen(
     return figure
 
 
-def save(figure: Figure, path: pathlib.Path) -> None:
-    """Writes a figure as a PNG, complete or not at all."""
-    with atomic_file(path) as file:
-        figure.savefig(file, format="png")
+def png(figure: Figure) -> bytes:
+    """Renders a figure as a PNG file."""
+    figure.savefig(file := io.BytesIO(), format="png")
+    return file.getvalue()
 
 
 def _title(runs: Mapping[str, Run]) -> str:

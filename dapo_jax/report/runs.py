@@ -5,12 +5,12 @@ the policy after n: both share the axis "finished rollout steps".
 """
 
 import dataclasses
-import datetime
 import pathlib
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from dapo_jax.logs.display import format_duration
 from dapo_jax.logs.files import read_json, read_rows, read_starts
 from dapo_jax.logs.metrics import METRICS, TASK, Metric, score_metric
 
@@ -178,7 +178,7 @@ def totals(run: Run) -> dict[str, str]:
     skipped, idle = np.nansum(column(run.rows, "updates_skipped")), idle_steps(run)
     found = {
         "rollout steps": str(len(run.rows)),
-        "wall time": seconds > 0 and str(datetime.timedelta(seconds=round(wall))),
+        "wall time": seconds > 0 and format_duration(wall),
         "sampled tokens": tokens > 0 and f"{int(tokens):,}",
         "sampled tokens per second": min(tokens, seconds) > 0 and f"{tokens / seconds:,.0f}",
         "steps without an update": idle > 0 and str(idle),

@@ -2,7 +2,7 @@
 
 import pathlib
 
-from dapo_jax.logs.files import append_log
+from dapo_jax.logs.files import append_log, write_file
 from dapo_jax.report import plots, runs
 
 
@@ -10,7 +10,7 @@ def conclude(workdir: pathlib.Path, *, was_finished: bool) -> bool:
     """Draws a finished run's curves, unless it was so before; returns whether it trained."""
     run, curves = runs.load_run(workdir), workdir / "curves.png"
     if not (was_finished and curves.is_file()):  # a kill after the last row leaves none
-        plots.save(plots.curves({workdir.name: run}), curves)
+        write_file(curves, plots.png(plots.curves({workdir.name: run})))
     lines = [*runs.summary_lines(run), f"curves: {curves}"]
     if was_finished:
         done = run.rows[-1]["step"] + 1

@@ -12,9 +12,10 @@ import sys
 from collections.abc import Sequence
 
 from absl import flags
+from ml_collections.config_flags import get_override_values
 
 from dapo_jax.cli import command
-from dapo_jax.cli.config_flags import KEY_FLAG, config_flags_of, define_config
+from dapo_jax.cli.config_flags import define_config
 from dapo_jax.logs.files import locked, write_file
 from dapo_jax.process import hosts
 from dapo_jax.process.signals import Signals
@@ -63,7 +64,7 @@ def main(_: list[str]) -> None:
     values = flags.FLAGS
     plan = plans.make(
         config=values["config"].config_filename,
-        flags=[flag for flag in config_flags_of(sys.argv[1:]) if KEY_FLAG.match(flag)],
+        settings=get_override_values(values["config"]),
         grid=values.set,
         named=values.arm,
         seeds=values.seeds,

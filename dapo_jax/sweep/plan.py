@@ -9,29 +9,30 @@ import itertools
 import pathlib
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ml_collections import ConfigDict
 
 from configs.base import MAY_CHANGE
 from configs.compare import as_json, config_differences
-from dapo_jax.cli.config_flags import KEY_FLAG, read_config
+from dapo_jax.cli.config_flags import read_config
 from dapo_jax.logs.files import read_json, write_json
 from dapo_jax.report.runs import sweep_label
 from dapo_jax.setup import checks
 
-PRESET = "preset"
+PRESET, DEVICES = "preset", "mesh.cpu_devices"
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,99}")  # of an arm, which names a folder
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """One run of a sweep, of so many steps; flags: of its command, but for --workdir."""
+    """One run of a sweep, of so many steps; arguments: what follows `python -m dapo_jax.train`."""
 
     arm: str
     seed: int
     workdir: pathlib.Path
-    flags: tuple[str, ...]
+    arguments: tuple[str, ...]
     num_steps: int
 
     @property
@@ -39,56 +40,49 @@ class Point:
         """The point's name, which is its folder inside the sweep's."""
         return sweep_label(self.arm, self.seed)
 
-    @property
-    def arguments(self) -> list[str]:
-        """Everything after `python -m dapo_jax.train`."""
-        return [*self.flags, f"--workdir={self.workdir}"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """The arms and seeds of a sweep.
 
-    config: FILE[:PRESET]. flags: --config.KEY=V of every arm. start: the value of --start, with
+    config: FILE[:PRESET]. settings: key -> value, of every arm. start: the value of --start, with
     {seed} in it. arms: name -> settings. configs: arm -> its own, with any seed.
     """
 
     config: str
-    flags: tuple[str, ...]
+    settings: Mapping[str, Any]
     start: str
     arms: dict[str, dict[str, str]]
     seeds: tuple[int, ...]
     configs: dict[str, ConfigDict] = dataclasses.field(default_factory=dict)
 
-    def arm_flags(self, arm: str) -> list[str]:
-        """Returns --config and --config.KEY=V of an arm, with which its runs' commands begin."""
-        settings = self.arms[arm]
-        preset = f":{settings[PRESET]}" if PRESET in settings else ""
-        own = [f"--config.{key}={value}" for key, value in settings.items() if key != PRESET]
-        return [f"--config={self.config}{preset}", *self.flags, *own]
+    def flags(self, own: Mapping[str, Any]) -> list[str]:
+        """Returns --config and --config.KEY=V of all settings, those of an arm or a run too."""
+        settings = {**self.settings, **own}
+        preset = f":{settings.pop(PRESET)}" if PRESET in settings else ""
+        keys = [f"--config.{key}={value}" for key, value in settings.items()]
+        return [f"--config={self.config}{preset}", *keys]
 
     def points(self, folder: pathlib.Path, *, single_device: bool = False) -> list[Point]:
         """Returns all runs: every arm with the first seed, then every arm with the next one.
 
         Comparisons on one seed exist early in this order. single_device: a run counts as one device
-        of a CPU, unless the arm's flags have mesh.cpu_devices.
+        of a CPU, unless the settings have mesh.cpu_devices.
         """
-        points, devices = [], "--config.mesh.cpu_devices="
+        points, shared = [], {DEVICES: 1} if single_device and DEVICES not in self.settings else {}
         for seed, arm in itertools.product(self.seeds, self.arms):
-            flags = [*self.arm_flags(arm), f"--config.seed={seed}"]
-            if single_device and not any(flag.startswith(devices) for flag in flags):
-                flags.append(f"{devices}1")
-            if self.start:
-                flags.append(f"--start={self.start.replace('{seed}', str(seed))}")
             workdir, steps = folder / sweep_label(arm, seed), self.configs[arm].num_steps
-            points.append(Point(arm, seed, workdir, tuple(flags), steps))
+            flags = self.flags(shared | self.arms[arm] | {"seed": seed})
+            start = [f"--start={self.start.replace('{seed}', str(seed))}"] * bool(self.start)
+            arguments = (*flags, *start, f"--workdir={workdir}")
+            points.append(Point(arm, seed, workdir, arguments, steps))
         return points
 
 
 def make(
     *,
     config: str,
-    flags: Sequence[str],
+    settings: Mapping[str, Any],
     grid: Sequence[str],
     named: Sequence[str],
     seeds: str,
@@ -96,20 +90,20 @@ def make(
 ) -> Plan:
     """Returns the plan of a command line; every arm's config has passed dapo_jax.setup.checks.
 
-    grid: KEY=V1,V2,... each. named: "NAME: KEY=V KEY=V" each. seeds: how many, or a list. Raises
-    ValueError, in one line, for a wrong one; a wrong key gets the nearest name.
+    settings: of every arm. grid: KEY=V1,V2,... each. named: "NAME: KEY=V KEY=V" each. seeds: how
+    many, or a list. Raises ValueError, in one line, for a wrong one; a wrong key gets the nearest
+    name.
     """
     parts = seeds.removesuffix(",").split(",")
     if not all(part.strip().isdecimal() for part in parts):
         raise ValueError(f"--seeds={seeds}: give how many, as 5, or a list, as 0,3,7")
     numbers = tuple(dict.fromkeys(map(int, parts) if "," in seeds else range(int(seeds))))
-    plan = Plan(config, tuple(flags), start, _arms(config, grid, named), numbers)
-    keys = {match[1] for match in map(KEY_FLAG.match, flags) if match}.union(*plan.arms.values())
-    if "seed" in keys:
+    plan = Plan(config, settings, start, _arms(config, grid, named), numbers)
+    if any("seed" in it for it in (settings, *plan.arms.values())):
         raise ValueError("the config's seed is the sweep's: give --seeds=5, or --seeds=0,3,7")
-    for arm in plan.arms:
+    for arm, own in plan.arms.items():
         try:
-            plan.configs[arm] = read_config(plan.arm_flags(arm))
+            plan.configs[arm] = read_config(plan.flags(own))
             checks.check(plan.configs[arm])
         except ValueError as error:
             raise ValueError(f"arm {arm!r}: {' '.join(str(error).split())}") from None
@@ -155,8 +149,8 @@ def record(plan: Plan, folder: pathlib.Path) -> None:
     nor is a key that a resumed run may change; another evaluation is one.
     """
     path = folder / "sweep.json"
-    shared = read_config([f"--config={plan.config}", *plan.flags])  # without any arm's settings
-    new = {"start": plan.start, "recipe": as_json(shared)}
+    of_all = read_config(plan.flags({}))  # without any arm's settings
+    new = {"start": plan.start, "recipe": as_json(of_all)}
     old = read_json(path) if path.is_file() else new | {"arms": {}, "seeds": []}
     may_change = tuple(key for key in MAY_CHANGE if not key.startswith("eval."))
     found = config_differences(old["recipe"], new["recipe"], but=may_change)

@@ -3,9 +3,9 @@
 Host only.
 """
 
-import collections
 import concurrent.futures
 import contextlib
+import itertools
 import os
 import subprocess
 import sys
@@ -33,18 +33,17 @@ class Runner:
 
     Each run has its share of the cores and of a GPU's memory. Points that are done are left alone.
     Prints a line an attempt, followed by the end of a failed one's output. done: the number of
-    points that are. failed: those that did not come to their end. stopped: whether `stop` was
-    called. program: a command, which gets a point's arguments.
+    points that are. failed: the others, after `run` those that did not come to their end. stopped:
+    whether `stop` was called. program: a command, which gets a point's arguments.
     """
 
     def __init__(self, points: Sequence[Point], *, jobs: int, program: Sequence[str] = TRAIN):
         self._points, self._jobs, self._program = len(points), jobs, program
-        self._waiting = collections.deque(point for point in points if not is_done(point))
-        self.done = len(points) - len(self._waiting)
-        self.failed: list[Point] = []
-        self._tries: collections.Counter[Point] = collections.Counter()
+        self.failed = [point for point in points if not is_done(point)]
+        self.done = len(points) - len(self.failed)
         self.stopped = False
-        self._running: dict[Point, subprocess.Popen] = {}
+        self._slots = itertools.count()
+        self._running: set[subprocess.Popen] = set()
         self._lock = threading.Lock()
 
     def stop(self, _signal: str = "") -> None:
@@ -52,39 +51,33 @@ class Runner:
         with self._lock:
             if not self.stopped:  # once: at its end a process no longer catches a signal
                 self.stopped = True
-                for process in self._running.values():
+                for process in self._running:
                     process.terminate()
 
     def run(self) -> None:
         """Runs all points that are not done, until none is left or `stop` is called."""
-        affinity = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))
-        cores = [share(sorted(affinity(0)), slot, self._jobs) for slot in range(self._jobs)]
-        with concurrent.futures.ThreadPoolExecutor(self._jobs) as pool:
-            list(pool.map(self._work, cores))
+        with concurrent.futures.ThreadPoolExecutor(self._jobs, initializer=self._bind) as pool:
+            try:
+                for _ in range(TRIES):
+                    tried = zip(self.failed, pool.map(self._attempt, self.failed), strict=True)
+                    self.failed = [point for point, done in tried if not done]
+            except BaseException:  # an error of ours: the runs save, and no more begin
+                self.stop()
+                raise
 
-    def _work(self, cores: Sequence[int]) -> None:
-        """Runs one waiting point after the other on these cores."""
-        try:
-            if hasattr(os, "sched_setaffinity"):  # of this thread, and of what it starts
-                os.sched_setaffinity(0, cores)
-            while not self.stopped:
-                with self._lock:
-                    if not self._waiting:
-                        return
-                    point = self._waiting.popleft()
-                if self._attempt(point):
-                    continue
-                self._tries[point] += 1
-                (self._waiting if self._tries[point] < TRIES else self.failed).append(point)
-        except BaseException:  # an error of ours: no run may go on unwatched
-            self.stop()
-            raise
+    def _bind(self) -> None:
+        """Gives a thread of the pool, and what it starts, its share of the cores."""
+        if hasattr(os, "sched_setaffinity"):
+            cores = sorted(os.sched_getaffinity(0))
+            os.sched_setaffinity(0, share(cores, next(self._slots), self._jobs))
 
     def _attempt(self, point: Point) -> bool:
         """Runs a point's process to its end; tells whether the point is done."""
         begin, log = time.monotonic(), point.workdir / LOG
         point.workdir.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as out, self._lock:
+            if self.stopped:
+                return False
             process = subprocess.Popen(
                 [*self._program, *point.arguments],
                 stdin=subprocess.DEVNULL,
@@ -93,14 +86,12 @@ class Runner:
                 env=environment(self._jobs),
                 start_new_session=True,  # a terminal's Ctrl-C is passed on by `stop`, once
             )
-            self._running[point] = process
-            if self.stopped:
-                process.terminate()
+            self._running.add(process)
             print(f"{point.label} begins: {log}", flush=True)
         status = process.wait()
         done = status == 0 and is_done(point)
         with self._lock:
-            del self._running[point]
+            self._running.remove(process)
             self.done += done
             end = "stopped and saved" if status == hosts.RETRYABLE else f"ended with {status}"
             text = f"[{self.done}/{self._points}] {point.label}: {'done' if done else end}, "

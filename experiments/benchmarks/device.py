@@ -496,9 +496,10 @@ def step(work: Work, preset: str) -> str:
     auto_sizes.fit_training(config, devices=devices)
     built = components.programs(config, PRESETS[preset].vocab_size, devices=devices)
     sampling = common.stream(built).sampling
-    compiled = compiling.compiled_programs(built, say=lambda progress: None)
+    compiled = compiling.compiled_programs(built)
     del compiled["reshard"]  # weights are there before a step is timed
-    predicted = {phase.name: phase.total / 1e9 for phase in memory_phases(built, compiled)}
+    phases = memory_phases(built, compiled).items()
+    predicted = {name: sum(parts.values()) / 1e9 for name, parts in phases}
 
     how = {"groups": r.generation_prompts, "group_size": r.group_size, "seed": 0}
     length_PG = response_lengths(work.max_tokens / 4, longest=work.max_tokens, **how)

@@ -46,15 +46,14 @@ def row_of(config_name: str, topology: str, slices: int, settings: dict) -> tupl
     """Compiles a config: (its row of the table, whether it fits)."""
     config = importlib.import_module(f"configs.{config_name}").get_config()
     config.update_from_flattened_dict(settings)
-    how = {"config_name": config_name, "slices": slices, "say": lambda message: None}
     where = topology + (f" x {slices}" if slices > 1 else "")
     row = [config_name, where, ", ".join(f"{key} {value}" for key, value in settings.items())]
     try:
-        found = examine.examine(config, topology, **how)
+        found = examine.examine(config, topology, slices=slices)
     except DoesNotFit as error:
         return [*row, f"does not fit: {error}", "", ""], False
     sampling, update = (
-        max(p.total for p in found.phases if (p.name == "update") == updates) / GIB
+        max(size for name, size in found.totals.items() if (name == "update") == updates) / GIB
         for updates in (False, True)
     )
     row += [
