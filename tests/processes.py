@@ -55,9 +55,15 @@ def ran(*arguments: object, status: int | None = 0, cwd=ROOT, **environment: str
 
 @contextlib.contextmanager
 def started(
-    arguments: list[str], *, processes: int = 1, outputs=(), stdin=None, more=None
+    arguments: list[str],
+    *,
+    program=(sys.executable,),
+    processes: int = 1,
+    outputs=(),
+    stdin=None,
+    more=None,
 ) -> Iterator[list]:
-    """Starts `python ARGUMENTS` once, or as so many processes that join; kills what is left.
+    """Starts a program (Python) once, or as so many processes that join; kills what is left.
 
     outputs: the files that the processes write to, pipes by default. more: variables beside those
     of this process. Each process counts its devices as the program says, not as conftest.py does.
@@ -74,7 +80,7 @@ def started(
         for i, output in enumerate(outputs or [subprocess.PIPE] * processes):
             mine = {hosts.PROCESS: str(i)} if processes > 1 else {}
             process = subprocess.Popen(
-                [sys.executable, *arguments],
+                [*program, *arguments],
                 cwd=ROOT,
                 env=env | mine,
                 text=True,
