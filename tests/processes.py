@@ -61,15 +61,14 @@ def started(
     processes: int = 1,
     outputs=(),
     stdin=None,
-    more=None,
 ) -> Iterator[list]:
     """Starts a program (Python) once, or as so many processes that join; kills what is left.
 
-    outputs: the files that the processes write to, pipes by default. more: variables beside those
-    of this process. Each process counts its devices as the program says, not as conftest.py does.
+    outputs: the files that the processes write to, pipes by default. Each process counts its CPUs
+    as so many devices as the program says, not as conftest.py does.
     """
     env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    env |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"} | (more or {})
+    env |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "JAX_PLATFORMS": "cpu"}
     if processes > 1:
         env |= {hosts.COORDINATOR: f"localhost:{free_port()}", hosts.PROCESSES: str(processes)}
         # JAX keeps the programs of process 0 alone. It would wait for the others, which compile,
