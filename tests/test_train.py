@@ -204,7 +204,7 @@ def test_gspo_trains_by_ratios_to_the_learners_own_rounding(tmp_path):
     (row,) = rows_without_timings(tmp_path)
     clipped = {key: value for key, value in row.items() if key.startswith("clip_fraction/")}
     assert clipped == {f"clip_fraction/{bound}": 0 for bound in ("high", "low", "dual")}
-    assert row["ratio_gap"] > 1e-4  # still the sampler's
+    assert 1e-4 < row["ratio_gap"] < 2e-2  # still the sampler's, of attention in pieces
     assert row["updates"] == 1 and row["grad_norm"] > 0 and row["updates_zero_gradient"] == 0
     assert np.isfinite(row["loss"])
 
