@@ -179,9 +179,9 @@ def test_the_same_texts_as_other_tokens_are_another_runs():
 
 
 def test_how_a_set_is_named_does_not_count():
-    old, same = (fingerprint_of(**TWO) for _ in range(2))
-    same["data"] = {f"data.mixture.{i}": it for i, it in enumerate(same["data"].values())}
-    fingerprint.require_parent(old, same, "checkpoint 5")
+    old = fingerprint_of(**TWO)
+    renamed = {f"data.mixture.{i}": it for i, it in enumerate(old["data"].values())}
+    fingerprint.require_parent(old, old | {"data": renamed}, "checkpoint 5")
 
 
 def test_processes_with_different_data_are_refused(monkeypatch):
