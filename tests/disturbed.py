@@ -9,15 +9,13 @@ from collections.abc import Callable, Iterator
 import runs
 from processes import started, wait_for
 
-CPU = {"JAX_PLATFORMS": "cpu"}
-
 
 @contextlib.contextmanager
 def training(workdir: pathlib.Path, *flags: str) -> Iterator:
     """Starts a run that saves each step and evaluates nothing; kills it if it is not done."""
     own = ("checkpoint.every_steps=1", "checkpoint.keep=2", "eval.every_steps=0", *flags)
     command = ["-m", "dapo_jax.train", "--config=tests/small_config.py", f"--workdir={workdir}"]
-    with started([*command, *(f"--config.{flag}" for flag in own)], more=CPU) as (process,):
+    with started([*command, *(f"--config.{flag}" for flag in own)]) as (process,):
         yield process
 
 

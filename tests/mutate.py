@@ -73,7 +73,7 @@ temperature dapo_jax/logprobs.py logprobs::test_values_loss_and_gradients_equal_
 environment_trained dapo_jax/packing.py learner::test_an_environments_tokens_are_read_and_never_trained_on
 - batch.is_response_BT[b, answer] = response.sampled_T
 + batch.is_response_BT[b, answer] = True
-token_fed_early dapo_jax/packing.py packing
+token_fed_early dapo_jax/packing.py learner
 - np.append(prompt[-1:], response.tokens_T[:-1])
 + response.tokens_T
 earlier_policies dapo_jax/packing.py packing

@@ -55,15 +55,20 @@ def ran(*arguments: object, status: int | None = 0, cwd=ROOT, **environment: str
 
 @contextlib.contextmanager
 def started(
-    arguments: list[str], *, processes: int = 1, outputs=(), stdin=None, more=None
+    arguments: list[str],
+    *,
+    program=(sys.executable,),
+    processes: int = 1,
+    outputs=(),
+    stdin=None,
 ) -> Iterator[list]:
-    """Starts `python ARGUMENTS` once, or as so many processes that join; kills what is left.
+    """Starts a program (Python) once, or as so many processes that join; kills what is left.
 
-    outputs: the files that the processes write to, pipes by default. more: variables beside those
-    of this process. Each process counts its devices as the program says, not as conftest.py does.
+    outputs: the files that the processes write to, pipes by default. Each process counts its CPUs
+    as so many devices as the program says, not as conftest.py does.
     """
     env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    env |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"} | (more or {})
+    env |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "JAX_PLATFORMS": "cpu"}
     if processes > 1:
         env |= {hosts.COORDINATOR: f"localhost:{free_port()}", hosts.PROCESSES: str(processes)}
         # JAX keeps the programs of process 0 alone. It would wait for the others, which compile,
@@ -74,7 +79,7 @@ def started(
         for i, output in enumerate(outputs or [subprocess.PIPE] * processes):
             mine = {hosts.PROCESS: str(i)} if processes > 1 else {}
             process = subprocess.Popen(
-                [sys.executable, *arguments],
+                [*program, *arguments],
                 cwd=ROOT,
                 env=env | mine,
                 text=True,

@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.extend
 import numpy as np
 
 from models.transformer import abstract_params
@@ -33,3 +34,11 @@ def random_params(config, *, spread=0.3, seed=0):
     graph, abstract = abstract_params(config)
     rng = np.random.default_rng(seed)
     return graph, jax.tree.map(lambda a: rng.normal(0, spread, a.shape).astype(a.dtype), abstract)
+
+
+def equations(jaxpr):
+    """Yields the equations of a jaxpr, inner ones and those of kernels too."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+            yield from equations(inner)

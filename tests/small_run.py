@@ -1,35 +1,33 @@
 """The program that tests/test_processes.py runs in each process: a few steps of a small recipe.
 
-    python tests/small_run.py DIR DEVICES STEPS [START] [CHECKPOINTS]
+    python tests/small_run.py DIR [START [SETTINGS]]
 
-DEVICES are those of all processes, which the environment tells of (process/hosts.py).
-START: --start. CHECKPOINTS: checkpoint.directory.
+The processes, of which the environment tells (process/hosts.py), have two devices or one each.
+START: --start. SETTINGS: a JSON object of config keys.
 """
 
+import json
 import os
 import pathlib
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from small_config import get_config
+from small_config import small
 
 from dapo_jax import train
 from dapo_jax.checkpoints.fingerprint import Parent
 from dapo_jax.process import hosts
 from dapo_jax.sampler import cache
 
+KEYS = {"num_steps": 3, "eval.every_steps": 2, "checkpoint.every_steps": 1, "checkpoint.keep": 9}
 
-def main(workdir: str, devices: str, steps: str, start: str = "", checkpoints: str = "") -> None:
+
+def main(workdir: str, start: str = "", settings: str = "{}") -> None:
     cache.PARTS = ((1, 1),)  # one program for decoding
-    config = get_config()
-    config.num_steps = int(steps)
-    config.mesh.cpu_devices = int(devices)
-    config.eval.every_steps = 2
-    config.checkpoint.every_steps = 1
-    config.checkpoint.keep = 9
-    config.checkpoint.directory = checkpoints
-    hosts.start(several=hosts.PROCESSES in os.environ, cpu_devices=int(devices))
+    devices = max(2, int(os.environ.get(hosts.PROCESSES, "1")))
+    config = small(**KEYS | {"mesh.cpu_devices": devices} | json.loads(settings))
+    hosts.start(several=hosts.PROCESSES in os.environ, cpu_devices=devices)
     try:
         with hosts.ending_when_a_peer_is_lost():
             parent = Parent.parse(start) if start else None

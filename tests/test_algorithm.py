@@ -217,8 +217,6 @@ def test_golden_overlong_rewards(shared):
         names = ("max_tokens", "cache_tokens", "factor")
         limits = dict(zip(names, stored["in/cfg"].tolist(), strict=True))
         length_R, correct_R = stored["in/length"], stored["in/score"] > 0
-        penalty_R = algorithm.soft_overlong_penalty(length_R, **limits)
-        assert_near(penalty_R, stored["penalty"], 1e-10, name)
         unscored_R = np.full(correct_R.shape, np.nan)
         reward_R = algorithm.shaped_reward(correct_R, unscored_R, length_R, **limits)
         assert_near(reward_R, stored["reward"], 1e-10, name)

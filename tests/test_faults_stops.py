@@ -94,8 +94,7 @@ def running(case: Case, folder: pathlib.Path, phase: str):
             ours, stdin = pty.openpty()
             stack.callback(os.close, stdin)
             outputs = [stdin]
-        more = {"JAX_PLATFORMS": "cpu"}
-        how = {"processes": case.processes, "outputs": outputs, "stdin": stdin, "more": more}
+        how = {"processes": case.processes, "outputs": outputs, "stdin": stdin}
         yield stack.enter_context(started(command, **how)), logs, ours
 
 

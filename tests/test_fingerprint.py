@@ -178,17 +178,13 @@ def test_the_same_texts_as_other_tokens_are_another_runs():
     assert said_of(other, one) == []
 
 
-def test_sets_in_another_order_are_another_stream():
-    one, two = prompts(20), prompts(30)
-    old, same = (fingerprint_of(train=one, mixture=[two], weights=(1.0, 1.0)) for _ in range(2))
-    same["data"] = {f"data.mixture.{i}": it for i, it in enumerate(same["data"].values())}
-    fingerprint.require_parent(old, same, "checkpoint 5")
-    other = same | {"data": dict(reversed(same["data"].items()))}
-    with pytest.raises(ValueError, match=r"data\.mixture\.1 has 20 prompts, not 30"):
-        fingerprint.require_parent(old, other, "here")
+def test_how_a_set_is_named_does_not_count():
+    old = fingerprint_of(**TWO)
+    renamed = {f"data.mixture.{i}": it for i, it in enumerate(old["data"].values())}
+    fingerprint.require_parent(old, old | {"data": renamed}, "checkpoint 5")
 
 
-def test_processes_with_different_data_or_settings_are_refused(monkeypatch):
+def test_processes_with_different_data_are_refused(monkeypatch):
     gathered = []
 
     def gather(mine):
@@ -197,9 +193,6 @@ def test_processes_with_different_data_or_settings_are_refused(monkeypatch):
 
     monkeypatch.setattr(fingerprint.hosts, "gather", gather)
     fingerprint_of()
-    for changes, found in (
-        ({"train": prompts(20, r3="8")}, "data.train: its prompts differ"),
-        ({"rollout.top_p": 0.5}, "rollout.top_p is 0.5, but 1.0 on process 0"),
-    ):
-        with pytest.raises(ValueError, match=f"process 1 differs from process 0: {found}"):
-            fingerprint_of(**changes)
+    found = "process 1 differs from process 0: data.train: its prompts differ"
+    with pytest.raises(ValueError, match=found):
+        fingerprint_of(train=prompts(20, r3="8"))

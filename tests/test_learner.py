@@ -6,8 +6,6 @@ import functools
 import jax
 import numpy as np
 import pytest
-from engines import programs, step
-from golden import directory
 from quick import COMPILER_OPTIONS, jit, random_params
 from updates import (
     LEARNING,
@@ -247,15 +245,6 @@ def test_a_gradient_that_is_not_finite_changes_nothing(params, data, where):
     assert_bitwise_equal(state, start)
     if where != "params":
         assert next_update(state, batch_of(data))[1]["bad"] == -1
-
-
-def test_the_first_mini_batchs_ratio_is_one_in_bfloat16(monkeypatch, tmp_path):
-    """Attention in pieces rounds at other points than attention at once. Float32: test_experts."""
-    monkeypatch.setattr(jax, "jit", jit)
-    folder = directory("qwen2/tied", tmp_path)
-    *_, metrics = step(programs("qwen2", folder, model={"compute_dtype": "bfloat16"}))
-    assert metrics["ratio_gap"] < 2e-2
-    assert metrics["clip_fraction/high"] == metrics["clip_fraction/low"] == 0
 
 
 def test_the_kl_term_is_zero_at_the_start_policy_and_has_the_plain_gradient_elsewhere(params, data):

@@ -1,12 +1,13 @@
 """Chunked log-probabilities against the whole log_softmax: values, gradients, entropy, memory."""
 
 import functools
+import math
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from quick import equations, jit
 
 from dapo_jax.logprobs import (
     CHUNK_TOKENS,
@@ -16,7 +17,6 @@ from dapo_jax.logprobs import (
     head_loss_of_rows,
 )
 from sharding.mesh import make_mesh
-from tests.quick import jit
 
 B, D, V = 4, 8, 50
 SETTINGS = {"temperature": 0.7, "vocab_size": 45}
@@ -83,7 +83,7 @@ def chunked(mesh, head_loss=head_loss):
 @pytest.mark.parametrize(
     ("mesh", "T", "head_loss"),
     [
-        *((ONE, T, head_loss) for T in (1, CHUNK, CHUNK + 1, 2 * CHUNK + 3)),
+        *((ONE, T, head_loss) for T in (1, CHUNK, 2 * CHUNK + 3)),
         *((mesh, 2 * CHUNK + 3, head_loss) for mesh in ((1, 2, 2), (2, 2, 1))),
         ((1, 2, 2), 2 * CHUNK + 3, head_loss_of_rows),
     ],
@@ -126,13 +126,9 @@ def test_extreme_logits_give_no_nan(scale):
 
 
 def largest_logits(jaxpr):
-    """Elements of the largest array with a vocabulary axis that a (nested) jaxpr makes."""
-    sizes = [0]
-    for equation in jaxpr.eqns:
-        shapes = [v.aval.shape for v in equation.outvars]
-        sizes += [np.prod(shape) for shape in shapes if shape[-1:] == (V,) and shape != (D, V)]
-        sizes += map(largest_logits, jax.extend.core.jaxprs_in_params(equation.params))
-    return max(sizes)
+    """Elements of the largest array with a vocabulary axis that a jaxpr makes."""
+    shapes = [out.aval.shape for eqn in equations(jaxpr) for out in eqn.outvars]
+    return max(math.prod(it) for it in shapes if it[-1:] == (V,) and it != (D, V))
 
 
 def test_only_a_chunks_logits_exist_in_the_backward_pass_too():

@@ -177,9 +177,6 @@ def test_learner_shards_over_both_axes_and_sampler_over_model_only():
     assert learner["layers"]["q_DNH"].spec == PartitionSpec(None, "data", "model", None)
     assert sampler["layers"]["q_DNH"].spec == PartitionSpec(None, None, "model", None)
     assert learner["layers"]["down_FD"].spec == PartitionSpec(None, "model", "data")
-    assert learner["layers"]["k_DKH"].spec[-2] == "model"
-    assert learner["final_norm_D"].is_fully_replicated
-    assert rules.micro_batches(mesh).shard_shape((3, 8, 5)) == (3, 4, 5)
 
 
 def test_kv_heads_replicate_where_the_model_degree_exceeds_them_and_other_axes_must_divide():

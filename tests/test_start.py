@@ -222,7 +222,6 @@ def group(correct, lengths, scores=(None, None)) -> Group:
 # Groups of two, and whether each filter keeps them. Penalties begin after 6 tokens.
 GROUPS = [
     (group((True, False), (3, 3)), True, True),
-    (group((False, False), (3, 6)), False, False),
     (group((False, False), (3, 8)), False, True),  # the shorter one is reinforced, though wrong
     (group((False, False), (9, 9)), False, False),
     (group((True, True), (3, 10)), False, True),

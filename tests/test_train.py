@@ -12,23 +12,19 @@ import pytest
 from runs import responses, rows_without_timings
 from shared_programs import STEPS, programs_compiled_once, small_config  # noqa: F401  a fixture
 
-from configs import tiny
 from dapo_jax import train
 from dapo_jax.checkpoints.store import Checkpoints
 from dapo_jax.convert import convert
-from dapo_jax.evaluation import Evaluation, majority_is_correct, summarize
+from dapo_jax.evaluation import majority_is_correct, summarize
 from dapo_jax.logs.files import read_rows
 from dapo_jax.logs.metrics import METRICS
 from dapo_jax.process import hosts
-from dapo_jax.sampler.session import Session
 from dapo_jax.setup import components, dry_run
 from dapo_jax.setup.start import Parent, is_finished
 from dapo_jax.tasks.math_problems import MathTask
 from dapo_jax.tasks.tokenizer import load_tokenizer
 from dapo_jax.types import Batch, Group, Response, Verdict
 from models.hf import load_params
-from models.hf_config import load_config
-from sharding.mesh import make_mesh
 
 FIRST = {"seconds/load", "seconds/compile"}  # of a start's first row
 # Of every row; where nothing is evaluated, or partial over, that is missing.
@@ -124,15 +120,6 @@ def test_stopped_and_resumed_equals_uninterrupted_bitwise(finished, tmp_path):
     assert [row["step"] for row in read_rows(file)] == [2]
 
 
-def test_a_start_that_fails_leaves_the_directory_free(tmp_path):
-    """Its config.json would have refused the corrected command."""
-    broken = shutil.copytree(small_config().model.path, tmp_path / "model")
-    (broken / "model.safetensors").write_bytes(b"cut short")
-    with pytest.raises(ValueError, match=r"model\.safetensors"):
-        train.train(small_config(**{"model.path": str(broken)}), tmp_path / "run")
-    assert not (tmp_path / "run" / "config.json").exists()
-
-
 def times(folder):
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
@@ -217,7 +204,7 @@ def test_gspo_trains_by_ratios_to_the_learners_own_rounding(tmp_path):
     (row,) = rows_without_timings(tmp_path)
     clipped = {key: value for key, value in row.items() if key.startswith("clip_fraction/")}
     assert clipped == {f"clip_fraction/{bound}": 0 for bound in ("high", "low", "dual")}
-    assert row["ratio_gap"] > 1e-4  # still the sampler's
+    assert 1e-4 < row["ratio_gap"] < 2e-2  # still the sampler's, of attention in pieces
     assert row["updates"] == 1 and row["grad_norm"] > 0 and row["updates_zero_gradient"] == 0
     assert np.isfinite(row["loss"])
 
@@ -258,32 +245,18 @@ def test_a_state_that_is_not_finite_ends_the_run_unsaved(tmp_path, monkeypatch):
 
 
 def test_a_run_exports_to_hugging_face(finished, tmp_path):
-    """The trained weights, not the start's, with the tokenizer beside them; evaluate agrees."""
-    exported, low = tmp_path / "hf", tmp_path / "low"
-    convert(f"run:{finished}", f"hf:{exported}", dtype="float32")
-    convert(f"run:{finished}", f"hf:{low}", dtype="bfloat16")
+    """The newest checkpoint's weights, with the tokenizer beside them."""
+    convert(f"run:{finished}", f"hf:{tmp_path}", dtype="float32")
     with pytest.raises(FileNotFoundError, match="no checkpoint 7"):
         convert(f"run:{finished}", f"hf:{tmp_path / 'other'}", dtype="float32", step=7)
-
-    def weights(path, dtype="float32"):
-        return jax.tree.leaves(load_params(path, load_config(path), dtype=dtype))
-
-    before, after = weights(tiny.get_config().model.path), weights(exported)
-    assert any(not np.array_equal(a, b) for a, b in zip(before, after, strict=True))
-    pairs = zip(weights(low, "bfloat16"), after, strict=True)
-    assert all(np.array_equal(a, b.astype("bfloat16")) for a, b in pairs)
-    tokenizer = load_tokenizer(exported, stop_tokens=None, chat="none")
+    tokenizer = load_tokenizer(tmp_path, stop_tokens=None, chat="none")
     for name in ("config.json", "generation_config.json"):
-        content = json.loads((exported / name).read_text())
+        content = json.loads((tmp_path / name).read_text())
         assert content["eos_token_id"] == tokenizer.stop_ids[0]
-    config = small_config(**{"model.path": str(exported)})
-    programs = components.programs(config, tokenizer.vocab_size)
-    sets = components.load_data(config, tokenizer, training=False).eval_sets
-    params = programs.reshard(programs.start_params(), None)
-    session = Session(programs.engine, params, *components.eval_streams(config, tokenizer))
-    with Evaluation(session, sets, first_stream=0) as evaluation:
-        results = evaluation.finish(report=print)
-    assert results == json.loads((finished / "eval" / "3.json").read_text())["sets"]
+    programs = components.programs(small_config(), tokenizer.vocab_size)
+    state, _ = Checkpoints(finished / "checkpoints", keep=3).restore(STEPS, programs.state)
+    exported = load_params(tmp_path, programs.sizes, dtype="float32")
+    jax.tree.map(np.testing.assert_array_equal, exported, state.params)
 
 
 def test_scores_by_hand():

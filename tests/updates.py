@@ -79,8 +79,8 @@ class Responses:
 
 
 @functools.cache
-def graph():
-    return abstract_params(SMALL)[0]
+def graph(sizes=SMALL):
+    return abstract_params(sizes)[0]
 
 
 @functools.cache
@@ -129,14 +129,16 @@ def batch_of(data: Responses, *, group_size=1, **changes) -> Batch:
 
 
 @functools.cache
-def jitted_update(learning: learner.Learning):
+def jitted_update(learning: learner.Learning, sizes):
     mesh = make_mesh(data=1, model=1, devices=jax.devices()[:1])
-    return jit(functools.partial(learner.update, graph=graph(), mesh=mesh, learning=learning))
+    return jit(functools.partial(learner.update, graph=graph(sizes), mesh=mesh, learning=learning))
 
 
-def next_update(state, batch, learning=LEARNING, *, start_weights=None, learning_rate=1e-3):
-    """Takes an update: (state, metrics), host arrays."""
-    update = jitted_update(learning)
+def next_update(
+    state, batch, learning=LEARNING, *, start_weights=None, learning_rate=1e-3, sizes=SMALL
+):
+    """Takes an update of a model of these sizes: (state, metrics), host arrays."""
+    update = jitted_update(learning, sizes)
     return jax.device_get(update(jax.device_get(state), start_weights, batch, learning_rate))
 
 
@@ -149,9 +151,9 @@ def first_moment(state: learner.TrainState):
     return state.opt_state[1][0].mu
 
 
-def gradient(params, batch, learning=LEARNING, *, start_weights=None):
+def gradient(params, batch, learning=LEARNING, **options):
     """Computes the first update's gradient: Adam's first moment is (1 - b1) times it."""
-    state, metrics = run_update(params, batch, learning, start_weights=start_weights)
+    state, metrics = run_update(params, batch, learning, **options)
     assert metrics["taken"]
     assert metrics["grad_norm"] < learning.max_grad_norm
     return jax.tree.map(lambda m: m / (1 - learning.adam_b1), first_moment(state))
