@@ -111,7 +111,7 @@ def test_what_an_earlier_policy_sampled_stays_and_the_rest_is_the_new_ones(keeps
     """
     engine, params = build(EXPERTS, SPARE, random_params(EXPERTS)[1])
     later = jax.tree.map(lambda p: 0.9 * p, params)
-    later["layers"] = [it | {"router_XD": -it["router_XD"]} for it in later["layers"]]
+    later["layers"] = tuple(it | {"router_XD": -it["router_XD"]} for it in later["layers"])
     expected, _ = sample_prompts(engine, params, **OF_FEW)
     responses, partial = interrupted(engine, params, blocks=3, later=later, keeps=keeps)
     same, unfinished, changed = np.testing.assert_array_equal, 0, 0
