@@ -85,20 +85,15 @@ class Asked:
     max_tokens: tuple[int, ...]
 
 
-def random_groups(count, seed):
-    """Groups of 4, some responses of one token, many of the greatest length."""
-    rng = np.random.default_rng(seed)
-    return [
-        Asked(
-            cursor=int(cursor),
-            prompt=rng.integers(0, 500, rng.choice([1, 2, 8, 9, 10, 17])),
-            max_tokens=tuple(np.minimum(48, rng.integers(1, 90, 4)).tolist()),
-        )
-        for cursor in rng.permutation(1000)[:count]
-    ]
-
-
-GROUPS = random_groups(16, seed=0)
+_RNG = np.random.default_rng(0)
+GROUPS = [  # some responses of one token, many of the greatest length
+    Asked(
+        cursor=int(cursor),
+        prompt=_RNG.integers(0, 500, _RNG.choice([1, 2, 8, 9, 10, 17])),
+        max_tokens=tuple(np.minimum(48, _RNG.integers(1, 90, 4)).tolist()),
+    )
+    for cursor in _RNG.permutation(1000)[:16]
+]
 
 
 def build(

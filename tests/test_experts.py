@@ -208,7 +208,7 @@ def folder(tmp_path_factory):
     return directory(GOLDEN, tmp_path_factory.mktemp("golden"))
 
 
-def updates(folder, *, rotates=False, mesh=(1, 2), **algo):
+def updates(folder, *, rotates=False, mesh=(1, 1), **algo):
     """[params before, (params, metrics) of an update on a sampled step].
 
     rotates: whether there is another, whose every third entry goes to the experts one further, in
@@ -259,7 +259,7 @@ def test_the_learner_takes_the_samplers_experts_and_counts_other_choices(folder)
 @pytest.mark.slow
 def test_an_update_of_experts_over_devices_equals_one_devices(folder):
     """Over "data", which gathers experts, and "model", which splits them."""
-    _, (one, metrics) = updates(folder, mesh=(1, 1))
+    _, (one, metrics) = updates(folder)
     for mesh in ((2, 1), (1, 2), (2, 2)):
         _, (split, other) = updates(folder, mesh=mesh)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), split, one)

@@ -462,14 +462,11 @@ def test_at_the_cap_a_step_ends_with_what_there_is():
 
 
 def test_a_fork_takes_over_only_what_its_own_config_could_have_sampled():
-
-    def response(tokens, *, stopped):
-        return Response(np.zeros(tokens, np.int32), np.zeros(tokens, np.float32), stopped)
-
-    cut, ended, begun = (
-        response(n, stopped=stopped) for n, stopped in ((9, False), (4, True), (6, False))
+    cut, ended, begun, no_room = (
+        Response(np.zeros(n, np.int32), np.zeros(n, np.float32), stopped)
+        for n, stopped in ((9, False), (4, True), (6, False), (5, False))
     )
-    no_room = dataclasses.replace(response(5, stopped=False), turns=[])  # for an answer
+    no_room = dataclasses.replace(no_room, turns=[])  # for an answer
     partial = [PartialGroup(3, (cut, ended, begun, no_room), (False, False, True, False))]
     sizes = {"group_size": 4, "num_prompts": 1, "max_prompts": 1, "max_tokens": 9}
     plan = StepPlan(prompt_at, None, **sizes, partial_rollout_steps=1)
