@@ -49,6 +49,7 @@ from dapo_jax.tasks.environments import EnvironmentFailed, Episode, Factory, too
 from dapo_jax.types import Example, Group, PartialGroup, Prompt, Response
 from experiments.tasks import textarena
 from experiments.tasks.guess import Guess, Guesses, Silent
+from tests.ext_tasks.slow import Slow
 
 EXAMPLE = Example(({"role": "user", "content": "Go"},), "7", "rows", 3, {"secret": 7})
 
@@ -669,8 +670,9 @@ def run(workdir, num_steps, **more):
     return rows_without_timings(workdir)
 
 
-def test_episodes_go_on_in_the_next_step_and_resume_bitwise(tmp_path):
+def test_episodes_go_on_in_the_next_step_and_resume_bitwise(tmp_path, monkeypatch):
     """Whatever the times that environments take: all rows are the same, the engine's too."""
+    monkeypatch.setattr(Slow, "seconds", (0.0, 0.01))
     # The evaluation fills all slots before training has one.
     goes_on = {"rollout.partial_rollout_steps": 2, "eval.sets.arithmetic.count": 12}
     rows = run(tmp_path / "whole", 2, **goes_on)

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-import types
 
 import jax
 import numpy as np
@@ -168,23 +167,6 @@ def test_a_response_that_loses_its_slot_keeps_its_tokens_and_those_of_others_sta
         np.testing.assert_array_equal(responses[name].tokens_T[:n], it.tokens_T)
         np.testing.assert_array_equal(responses[name].behavior_logp_T[:n], it.behavior_logp_T)
         assert responses[name].ends == it.ends
-
-
-@pytest.mark.parametrize(
-    ("tokens", "limit", "kept", "more"),
-    [
-        *((0, 9, 0, {}), (7, 9, 4, {}), (8, 9, 8, {}), (8, 8, 4, {})),
-        (8, 20, 4, {"stopped": True}),  # the end of a turn is fed again, to be answered
-        (8, 20, 8, {"given_T": np.arange(8) > 6}),
-        (8, 20, 4, {"given_T": np.arange(8) > 6, "route_TLA": np.zeros((8, 1, 1))}),
-    ],
-)
-def test_whole_blocks_of_a_partial_response_are_kept(tokens, limit, kept, more):
-    """Parts of a block would be decoded at other places than in an uninterrupted run."""
-    engine = types.SimpleNamespace(cache=types.SimpleNamespace(block_tokens=4))
-    response = Response(np.zeros(tokens), np.zeros(tokens), **{"stopped": False} | more)
-    given = types.SimpleNamespace(_engine=engine), response, limit
-    assert Session._whole_blocks(*given) == kept
 
 
 @pytest.mark.slow
