@@ -109,7 +109,7 @@ flash_window models/kernels/flash_gpu.py kernels::test_attention_in_rows_equals_
 splash_window models/kernels/splash_tpu.py kernels::test_attention_in_rows_equals_the_definition
 - LocalMask((T, T), (window - 1, 0), 0)
 + LocalMask((T, T), (window, 0), 0)
-pages_in_window models/kernels/xla.py kernels::test_a_window_over_pages_is_seen_and_no_page_before_it_read
+pages_in_window models/kernels/xla.py kernels::test_attention_over_pages_equals_the_definition
 - prompt_tokens_B + tokens_B + recent_tokens_B - window, 0)
 + prompt_tokens_B + tokens_B + recent_tokens_B - window + 1, 0)
 lora_scale models/lora.py lora::test_the_targets_are_adapted_as_defined_and_nothing_else

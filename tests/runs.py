@@ -11,10 +11,6 @@ CLOCKED = ("seconds/", "seconds_in_rollout/", "tokens_per_second/")  # no two ru
 SCHEDULE = ("engine/", "sampled_tokens_total", "groups/cancelled")
 
 
-class Killed(BaseException):
-    """Stands for the end of the process."""
-
-
 def untimed(row) -> dict:
     """The part of a row that two runs of one config have alike."""
     return {key: value for key, value in row.items() if not key.startswith(CLOCKED)}

@@ -3,12 +3,12 @@
 import dataclasses
 import itertools
 import json
-import types
 
 import jax
 import numpy as np
 import pytest
 from engines import (
+    EXPERTS,
     FEW,
     OF_FEW,
     RUN_KEY,
@@ -19,10 +19,12 @@ from engines import (
     build,
     by_request,
     interrupted,
+    same_bits,
     sample_prompts,
+    seen_plans,
 )
 from quick import random_params
-from runs import Killed, digests, responses, rows_without_timings
+from runs import digests, responses, rows_without_timings
 from shared_programs import programs_compiled_once, small_config  # noqa: F401  a fixture
 
 from dapo_jax import train
@@ -75,11 +77,6 @@ def test_what_is_between_two_steps_comes_back_from_a_checkpoint_as_it_was():
             assert getattr(ours, "dtype", None) == getattr(theirs, "dtype", None)
 
 
-@pytest.fixture(scope="module")
-def small():
-    return random_params(SMALL)[1]
-
-
 @pytest.mark.parametrize(
     ("config", "cache", "kernels", "shards", "blocks"),
     [
@@ -102,56 +99,49 @@ def test_a_response_goes_on_as_if_it_had_never_stopped(
         responses, partial = interrupted(engine, params, blocks=after, keeps=keeps)
         assert any(len(r.tokens_T) > 0 for it in partial for r in it.responses)
         assert responses.keys() == expected.keys()
-        for request, response in responses.items():
-            there = expected[request]
-            np.testing.assert_array_equal(response.tokens_T, there.tokens_T)
-            assert response.stopped == there.stopped
-            gap_T = response.behavior_logp_T - there.behavior_logp_T
-            np.testing.assert_allclose(gap_T, 0, atol=2e-5)
+        same_bits(responses, expected, atol=2e-5)
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-def test_what_an_earlier_policy_sampled_stays_and_the_rest_is_the_new_ones(small, keeps):
-    """Tokens and log-probabilities of the first part bit by bit; `ends` says where it ends."""
-    engine, params = build(SMALL, SPARE, small)
+def test_what_an_earlier_policy_sampled_stays_and_the_rest_is_the_new_ones(keeps):
+    """Tokens, log-probabilities and experts of the first part bit by bit; `ends` says its end.
+
+    The new one computes its keys and values again, by other experts.
+    """
+    engine, params = build(EXPERTS, SPARE, random_params(EXPERTS)[1])
     later = jax.tree.map(lambda p: 0.9 * p, params)
+    later["layers"] = tuple(it | {"router_XD": -it["router_XD"]} for it in later["layers"])
     expected, _ = sample_prompts(engine, params, **OF_FEW)
     responses, partial = interrupted(engine, params, blocks=3, later=later, keeps=keeps)
-    begun = {(it.cursor, i): r for it in partial for i, r in enumerate(it.responses)}
-    unfinished = {
-        (it.cursor, i) for it in partial for i, more in enumerate(it.unfinished_G) if more
-    }
-    assert unfinished and begun.keys() - unfinished
-    for request, before in begun.items():
-        after, n = responses[request], len(before.tokens_T)
-        assert after.ends == before.ends == (n,)
-        assert after.stale_tokens == n
-        np.testing.assert_array_equal(after.tokens_T[:n], before.tokens_T)
-        np.testing.assert_array_equal(after.behavior_logp_T[:n], before.behavior_logp_T)
-        assert (len(after.tokens_T) > n) == (request in unfinished)
-    changed = [
-        not np.array_equal(responses[name].behavior_logp_T, expected[name].behavior_logp_T)
-        for name in unfinished
-    ]
-    assert all(changed)
+    same, unfinished, changed = np.testing.assert_array_equal, 0, 0
+    for it in partial:
+        of_prompt = len(FEW[it.cursor]) - 1
+        for i, (before, more) in enumerate(zip(it.responses, it.unfinished_G, strict=True)):
+            after, n = responses[it.cursor, i], len(before.tokens_T)
+            assert after.ends == before.ends == (n,)
+            assert after.stale_tokens == n
+            same(after.tokens_T[:n], before.tokens_T)
+            same(after.behavior_logp_T[:n], before.behavior_logp_T)
+            if n:
+                same(after.route_TLA[of_prompt:][:n], before.route_TLA[of_prompt:])
+            assert (len(after.tokens_T) > n) == more
+            unfinished += more
+            uninterrupted = expected[it.cursor, i].behavior_logp_T
+            changed += not np.array_equal(after.behavior_logp_T, uninterrupted)
+    assert 0 < unfinished == changed < 5 * len(partial)
 
 
 def test_a_response_that_loses_its_slot_keeps_its_tokens_and_those_of_others_start_again(
-    small, monkeypatch
+    monkeypatch,
 ):
     """Under newer weights too: what the older ones sampled stays, and so do its ends."""
-    engine, params = build(SMALL, SCARCE, small)
+    engine, params = build(SMALL, SCARCE, random_params(SMALL)[1])
     endless = dataclasses.replace(SAMPLING, stop_ids=())
     session = Session(engine, params, *[Stream(RUN_KEY, endless)] * 2)
     session.submit(7, Prompt(FEW[7]), group_size=5, stream=1)
     for cursor, prompt in FEW.items():
         session.submit(cursor, Prompt(prompt), group_size=5, keeps=True)
-    next_block, prefill = session._scheduler.next_block, session._prefill
-    plans, lost = [], {}
-
-    def planned(**more):
-        plans.append(next_block(**more))
-        return plans[-1]
+    lost, responses, prefill = {}, {}, session._prefill
 
     def noted(prefills):
         for it in plans[-1].preempted:
@@ -160,17 +150,16 @@ def test_a_response_that_loses_its_slot_keeps_its_tokens_and_those_of_others_sta
             lost.setdefault((group.cursor, it.sample), group.partial[it.sample])
         prefill(prefills)
 
-    monkeypatch.setattr(session._scheduler, "next_block", planned)
     monkeypatch.setattr(session, "_prefill", noted)
-    for _ in range(3):
-        session.step()
-    session.pause()
-    session.resume(jax.tree.map(lambda p: 0.9 * p, params))
-    assert session.stats.decode_steps == session.stats.prefilled_prompts == 0
-    before = dict(lost)
-    responses = {}
-    while session.unfinished:
-        responses |= by_request([group for group in session.step() if not group.stream])
+    with seen_plans() as plans:
+        for _ in range(3):
+            session.step()
+        session.pause()
+        session.resume(jax.tree.map(lambda p: 0.9 * p, params))
+        assert session.stats.decode_steps == session.stats.prefilled_prompts == 0
+        before = dict(lost)
+        while session.unfinished:
+            responses |= by_request([group for group in session.step() if not group.stream])
     kept = {name: it for name, it in lost.items() if it.ends and len(it.tokens_T)}
     assert any(it.ends[0] for name, it in kept.items() if name not in before)
     for name, it in kept.items():
@@ -180,55 +169,27 @@ def test_a_response_that_loses_its_slot_keeps_its_tokens_and_those_of_others_sta
         assert responses[name].ends == it.ends
 
 
-@pytest.mark.parametrize(
-    ("tokens", "limit", "kept", "more"),
-    [
-        *((0, 9, 0, {}), (7, 9, 4, {}), (8, 9, 8, {}), (8, 8, 4, {})),
-        (8, 20, 4, {"stopped": True}),  # the end of a turn is fed again, to be answered
-        (8, 20, 8, {"given_T": np.arange(8) > 6}),
-        (8, 20, 4, {"given_T": np.arange(8) > 6, "route_TLA": np.zeros((8, 1, 1))}),
-    ],
-)
-def test_whole_blocks_of_a_partial_response_are_kept(tokens, limit, kept, more):
-    """Parts of a block would be decoded at other places than in an uninterrupted run."""
-    engine = types.SimpleNamespace(cache=types.SimpleNamespace(block_tokens=4))
-    response = Response(np.zeros(tokens), np.zeros(tokens), **{"stopped": False} | more)
-    given = types.SimpleNamespace(_engine=engine), response, limit
-    assert Session._whole_blocks(*given) == kept
-
-
 @pytest.mark.slow
-def test_a_killed_run_resumes_bitwise(tmp_path, monkeypatch):
+def test_a_stopped_run_resumes_bitwise(tmp_path, monkeypatch):
     """Its first step computes keys and values of partial groups again."""
-    keys = {"num_steps": 4, "rollout.partial_rollout_steps": 1, "checkpoint.keep": 9}
+    keys = {"rollout.partial_rollout_steps": 1, "checkpoint.keep": 9}
     run, whole, recomputes = tmp_path / "run", tmp_path / "uninterrupted", []
-    recompute, update = Engine.recompute, train.update
+    recompute = Engine.recompute
 
     def noted(*arguments):
         recomputes.append(len(rows_without_timings(whole)))
         return recompute(*arguments)
 
-    def killed(*args):
-        if rows_without_timings(run)[2:]:
-            raise Killed
-        return update(*args)
-
-    run.mkdir()
-    whole.mkdir()
     with monkeypatch.context() as patch:
         patch.setattr(Engine, "recompute", noted)
-        train.train(small_config(**keys), whole)
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(train, "update", killed)
-        train.train(small_config(**keys), run)
-    assert len(rows_without_timings(run)) == 3
-    assert not (run / "checkpoints" / "3").exists()
-    train.train(small_config(**keys), run)
+        train.train(small_config(num_steps=4, **keys), whole)
+    for num_steps in (2, 4):
+        train.train(small_config(num_steps=num_steps, **keys), run)
     rows = rows_without_timings(whole)
     assert rows_without_timings(run) == rows
     assert digests(run, 4) == digests(whole, 4)
     assert responses(run, 3) == responses(whole, 3)
-    # No response loses its pages here, and the run without a kill has the same checkpoints.
+    # No response loses its pages here, and the run without a stop has the same checkpoints.
     assert set(recomputes) == {2}
     # The first step has no stale tokens; the gap to the sampler is that of fresh ones, if any.
     assert rows[0]["staleness/tokens_fraction"] == rows[0]["staleness/max_steps"] == 0

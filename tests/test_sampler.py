@@ -19,23 +19,16 @@ from sharding.mesh import make_mesh
 from tests.quick import jit
 
 RUN_KEY = jax.random.key(11)
-jit_request_keys, jit_uniform_at = jit(request_keys), jit(uniform_at)
 
 
 def test_request_keys_are_the_documented_folds():
-    requests = [(cursor, sample) for cursor in (4, 0) for sample in range(3)]
-    keys = jit_request_keys(RUN_KEY, *np.array(requests).T)
-    by_hand = [
-        jax.random.fold_in(jax.random.fold_in(RUN_KEY, cursor), sample)
-        for cursor, sample in requests
-    ]
-    assert np.array_equal(jax.random.key_data(keys), [jax.random.key_data(k) for k in by_hand])
-    position_R = [9, 9, 0, 1, 2, 3]
-    expected_R = [
-        jax.random.uniform(jax.random.fold_in(key, position))
-        for key, position in zip(by_hand, position_R, strict=True)
-    ]
-    assert np.array_equal(jit_uniform_at(keys, np.array(position_R)), expected_R)
+    cursor_R, sample_R, position_R = np.array([(4, 0, 9), (4, 2, 9), (0, 1, 3)]).T
+    key_R = jit(request_keys)(RUN_KEY, cursor_R, sample_R)
+    uniform_R, fold = jit(uniform_at)(key_R, position_R), jax.random.fold_in
+    for r, key in enumerate(key_R):
+        by_hand = fold(fold(RUN_KEY, cursor_R[r]), sample_R[r])
+        assert np.array_equal(jax.random.key_data(key), jax.random.key_data(by_hand))
+        assert uniform_R[r] == jax.random.uniform(fold(by_hand, position_R[r]))
 
 
 def sorted_top_p(logits_RV, top_p):

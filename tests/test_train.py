@@ -25,6 +25,7 @@ from dapo_jax.tasks.math_problems import MathTask
 from dapo_jax.tasks.tokenizer import load_tokenizer
 from dapo_jax.types import Batch, Group, Response, Verdict
 from models.hf import load_params
+from sharding.mesh import make_mesh
 
 FIRST = {"seconds/load", "seconds/compile"}  # of a start's first row
 # Of every row; where nothing is evaluated, or partial over, that is missing.

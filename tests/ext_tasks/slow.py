@@ -12,9 +12,11 @@ from .retry import Retry
 class Slow(Retry):
     """Answers as Retry does, after a while."""
 
+    seconds = 0.05, 0.2
+
     def step(self, text: str) -> str | None:
         """Reads a turn."""
-        time.sleep(random.uniform(0.05, 0.2))
+        time.sleep(random.uniform(*self.seconds))
         return super().step(text)
 
 
