@@ -160,7 +160,7 @@ def update(run: start.Run, state: learner.TrainState, rollouts, advantage_PG, ra
         ]
     rate = hosts.place(rate, rules.replicated(programs.mesh))
     for i, batch in enumerate(batches):
-        run.record.display.phase(f"update: {i + 1}/{run.config.updates_per_step}")
+        run.record.display.phase(f"update: {i + 1}")
         state, found = run.update(state, run.start_weights, batch, rate)
         # The host is one ahead: it packs while the devices take the update before.
         jax.block_until_ready(updates[-1:])

@@ -25,6 +25,7 @@ from engines import (
     same_bits,
     sample_groups,
     sample_prompts,
+    seen_plans,
     submit,
     teacher_forced,
 )

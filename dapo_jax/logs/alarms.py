@@ -28,6 +28,7 @@ GREW = 10.0  # times the entropy of the run's first step, from
 GREW_FROM_NATS = 1.0
 COLLAPSED = 0.01  # of the entropy of the run's first step
 ANSWERLESS = 0.99  # of the responses
+SOLVED = 0.95  # of the responses
 BROKEN = 0.5  # share of responses without finite log-probabilities at which a run stops
 FORGOTTEN = 0.1  # of the first step's tool calls
 CALLS = "task/calls"
@@ -190,8 +191,11 @@ def cap_advice(config: ConfigDict, rollouts: Rollouts) -> str:
     responses = [r for group in rollouts.sampled for r in group.responses]
     cut = np.mean([not r.stopped for r in responses])
     share = np.mean([r.verdict.prediction is None for r in responses])
-    if not rollouts.correct_PG.any() and max(cut, share) >= ANSWERLESS:
+    right = rollouts.correct_PG.mean()
+    if right == 0 and max(cut, share) >= ANSWERLESS:
         return _no_answer_advice(config, cut, share)
+    if right >= SOLVED:
+        return "The model solves these problems: start anew with harder ones"
     return "Raise rollout.max_generation_batches and go on, or start anew with other data"
 
 
