@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from configs import tiny
-from dapo_jax.logs.alarms import REPEAT_STEPS, Alarms
+from dapo_jax.logs.alarms import REPEAT_STEPS, Alarms, cap_advice
 
 # A step of the main job.
 HEALTHY = {
@@ -112,7 +112,8 @@ def test_tools_that_are_no_longer_called_are_an_alarm():
 
 
 def test_a_run_stops_after_so_many_updates_left_out_in_a_row_over_steps_and_in_one():
-    steps = [[TAKEN, LEFT_OUT], [LEFT_OUT, LEFT_OUT], [TAKEN, TAKEN], [*[LEFT_OUT] * 3, TAKEN]]
+    then = LEFT_OUT | {"bad": 2}  # the first names the cause
+    steps = [[TAKEN, LEFT_OUT], [LEFT_OUT, then], [TAKEN, TAKEN], [*[LEFT_OUT] * 3, TAKEN]]
     rows, _, why = run_of([{}] * 4, updates=steps)
     assert [row["updates_skipped_in_a_row"] for row in rows] == [1, 3, 0, 0]
     assert [bool(reason) for reason in why] == [False, True, False, True]
@@ -127,3 +128,19 @@ def test_a_run_stops_where_the_sampler_gives_no_finite_numbers():
     rows, _, why = run_of(steps, without=("entropy", "ratio_gap"))
     assert "entropy_first" not in rows[0] and [row["alarms"] for row in rows] == [1, 1]
     assert not why[0] and "100% of the responses" in why[1]
+
+
+@pytest.mark.parametrize(
+    ("right", "answered", "words"),
+    [(0, 0, "answer that is found"), (1, 1, "Raise rollout.max"), (200, 200, "solves these")],
+)
+def test_the_advice_at_the_generation_cap_is_for_what_was_sampled(right, answered, words):
+    """One right answer of 200 says that answers are found."""
+    responses = []
+    for i in range(200):
+        verdict = types.SimpleNamespace(prediction="1" if i < answered else None)
+        responses.append(types.SimpleNamespace(stopped=True, verdict=verdict))
+    sampled = [types.SimpleNamespace(responses=responses)]
+    correct_PG = np.arange(200)[None] < right
+    rollouts = types.SimpleNamespace(sampled=sampled, correct_PG=correct_PG)
+    assert words in cap_advice(tiny.get_config(), rollouts)

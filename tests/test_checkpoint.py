@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from runs import contents, saved_steps
 from states import abstract, assert_bitwise_equal, assert_restored, fail, restored, saved, state_at
 
-from dapo_jax.checkpoints import digests
+from dapo_jax.checkpoints import digests, store
 from dapo_jax.checkpoints.store import Checkpoints, DamagedError
 from dapo_jax.logs.metrics import LOGP, TOKENS, VERDICTS
 from dapo_jax.logs.record import sample_digests
@@ -119,6 +119,24 @@ def test_a_broken_newest_checkpoint_is_reported_and_the_one_before_is_taken(fold
     assert_restored(restored(folder, reports.append), 2)
     (report,) = reports
     assert f"checkpoint 3 in {folder} cannot be read" in report and len(report) < 500
+
+
+def test_what_one_process_cannot_read_for_now_is_no_damage_that_another_has_found(
+    folder, monkeypatch
+):
+    """The worst that any process met counts: a checkpoint that is set aside here is lost to all."""
+    truncate(largest_file(folder / "3"))
+    before, gather = contents(folder), store.hosts.gather
+
+    def with_another(value):
+        is_outcome = isinstance(value, tuple) and value[0] == store.DAMAGED
+        other = (store.TRANSIENT, "the bucket is away", None, {})
+        return [value, other] if is_outcome else gather(value)
+
+    monkeypatch.setattr(store.hosts, "gather", with_another)
+    with pytest.raises(OSError, match="process 1: the bucket is away"):
+        restored(folder, fail)
+    assert contents(folder) == before
 
 
 def test_after_a_fallback_the_run_saves_the_lost_steps_again(folder, monkeypatch):

@@ -14,7 +14,15 @@ from dapo_jax.logs.files import json_line, write_rollouts
 from dapo_jax.report import compare, page, plots
 from dapo_jax.report.__main__ import load, main, write_report
 from dapo_jax.report.rows import write_rows
-from dapo_jax.report.runs import Run, by_arm, column, complete, load_run, summary_lines
+from dapo_jax.report.runs import (
+    Run,
+    by_arm,
+    column,
+    complete,
+    load_run,
+    summary_lines,
+    tokens_before,
+)
 
 HOSTILE = '</script><script>alert(1)</script>"><img src=x onerror=alert(2)>\u2028<!--'
 SCORE = "held_out", "mean@8"
@@ -71,6 +79,15 @@ def test_load_run_reads_evaluations_in_order_of_steps(tmp_path):
     (tmp_path / "metrics.jsonl").touch()
     with pytest.raises(ValueError, match="no rows yet"):
         load_run(tmp_path)
+
+
+def test_a_forks_tokens_begin_with_its_parents():
+    rows = [
+        {"step": step, "sampled_tokens_total": total, "engine/drawn_tokens": 50}
+        for step, total in ((5, 150), (6, 200), (7, 280))
+    ]
+    assert tokens_before(rows) == {5: 100, 6: 150, 7: 200, 8: 280}
+    assert tokens_before([rows[0] | {"step": 0}]) == {0: 0, 1: 150}
 
 
 def test_summary_lines_compare_first_and_last():
