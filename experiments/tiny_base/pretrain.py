@@ -14,7 +14,7 @@ import numpy as np
 import sentencepiece
 from absl import app, flags
 
-from dapo_jax.tasks.arithmetic import generate, worked_solution
+from dapo_jax.tasks.arithmetic import Arithmetic, worked_solution
 from dapo_jax.tasks.templates import PROMPT_TEMPLATE
 from dapo_jax.tasks.tokenizer import load_tokenizer
 from experiments.tiny_base.supervised import fit, save
@@ -41,7 +41,8 @@ flags.DEFINE_integer("num_steps", 5_000, "Optimizer steps.", lower_bound=1)
 def solved_problems(count: int, seed: int, *, flawed: bool, levels=LEVELS):
     """`count` (prompt text, solution text) pairs of the train split."""
     rng = np.random.default_rng([SEED, seed])
-    for problem in generate(levels, count, int(rng.integers(2**62)), split="train"):
+    problems = Arithmetic(levels=levels, count=count, seed=int(rng.integers(2**62))).problems()
+    for problem in problems:
         ramble = RAMBLE if rng.random() < RAMBLERS else 0.0
         flaws = {"wrong": WRONG_STEPS, "ramble": ramble, "unformatted": UNFORMATTED}
         solution = worked_solution(problem, rng, **{k: v * flawed for k, v in flaws.items()})
