@@ -16,8 +16,7 @@ from absl import app, flags
 
 from dapo_jax.tasks.arithmetic import Arithmetic, worked_solution
 from dapo_jax.tasks.templates import PROMPT_TEMPLATE
-from dapo_jax.tasks.tokenizer import load_tokenizer
-from experiments.tiny_base.supervised import fit, save
+from experiments.tiny_base.supervised import fit
 from models.hf import load_params
 from models.parameters import ModelConfig
 from models.qwen2 import PRESETS
@@ -88,23 +87,17 @@ def pretrain(
     """
     out.mkdir(parents=True, exist_ok=True)
     train_tokenizer(out / "tokenizer.model", config.vocab_size)
-    tokenizer = load_tokenizer(out, stop_tokens=None, chat="none")
-    graph, params = split(Transformer(config, key=jax.random.key(SEED)))
     if start:
         params = load_params(start, config, dtype="float32")
-    params = fit(
-        graph,
-        params,
-        lambda seed, step: solved_problems(
-            1_000, seed, flawed=step >= num_steps * (1 - FLAWED_SHARE), levels=levels
-        ),
-        tokenizer,
-        num_steps=num_steps,
-        rows=ROWS,
-        row_tokens=ROW_TOKENS,
-        peak_rate=2e-3,
-    )
-    save(params, config, out)
+    else:
+        _, params = split(Transformer(config, key=jax.random.key(SEED)))
+    sound_steps = num_steps * (1 - FLAWED_SHARE)
+
+    def pairs_of(seed: int, step: int):
+        return solved_problems(1_000, seed, flawed=step >= sound_steps, levels=levels)
+
+    how = {"num_steps": num_steps, "rows": ROWS, "row_tokens": ROW_TOKENS}
+    fit(config, params, pairs_of, out, **how, peak_rate=2e-3)
 
 
 if __name__ == "__main__":
