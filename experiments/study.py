@@ -37,16 +37,29 @@ ROWS, RESULT, FIGURE = "rows.jsonl.gz", "result.md", "figure.png"
 MEASURED = "rows.jsonl"  # of a `Measured`
 SETTINGS = {"log.rollouts_every_steps": "0", "log.samples_every_steps": "0"}  # of all studies
 DEFAULTS = json.loads(json.dumps({name: key.default for name, key in KEYS.items()}))
-TITLES = {  # of the curves of several studies
+TITLES = {  # of curves
     "accuracy/mean": "accuracy of the sampled responses",
     "clip_fraction/high": "tokens clipped high",
     "clip_fraction/low": "tokens clipped low",
+    "engine/decode_steps": "decode steps a rollout step",
     "entropy": "policy entropy, nats",
+    "eval/guess/mean@8": "held-out games won, %",
     "eval/long/mean@8": "accuracy on the longest level",
+    "grad_norm": "gradient norm",
     "ratio_gap": "ratio gap of the first update",
     "response_tokens/mean": "response length, tokens",
+    "response_tokens/truncated_fraction": "truncated responses",
+    "response_tokens/wrong": "length of wrong answers, tokens",
+    "routes/differ": "routes that differ",
+    "task/loop_lines": "lines in loops a response",
     "task/right_road": "share of the rare road",
 }
+# Quantities of several studies.
+ACCURACY = compare.last("accuracy, %", "accuracy/mean", scale=100)
+ALL_STEPS = compare.mean("accuracy, mean of all steps, %", "accuracy/mean", scale=100)
+ENTROPY = compare.last("entropy, nats", "entropy", form="{:.3f}")
+TOKENS = compare.last("response tokens", "response_tokens/mean")
+LONG, ROAD = (compare.final_score(name, "mean@8") for name in ("long", "road"))
 CLIPPED = tuple(
     compare.mean(f"clipped {bound}, %", f"clip_fraction/{bound}", scale=100, form="{:.2f}")
     for bound in ("high", "low")
@@ -72,16 +85,16 @@ class Study:
 
     title: of result and figure. config: the config. arms: name -> "KEY=V KEY=V", as
     `dapo_jax.sweep` takes them. settings: of all arms, dotted key -> value as text. quantities: the
-    columns of the table. drawn: keys of the figure's curves, metrics or eval/<set>/<score>, with
-    their titles; over_tokens: over the tokens sampled so far and not over the steps. claims: made
-    before the runs. post_hoc: asked once they were there, to explain them.
+    columns of the table. drawn: keys of TITLES, the figure's curves: metrics or
+    eval/<set>/<score>; over_tokens: over the tokens sampled so far and not over the steps. claims:
+    made before the runs. post_hoc: asked once they were there, to explain them.
     """
 
     title: str
     config: str
     arms: Mapping[str, str]
     quantities: Sequence[Quantity]
-    drawn: Mapping[str, str]
+    drawn: Sequence[str]
     claims: Sequence[Claim]
     post_hoc: Sequence[Claim] = ()
     settings: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -254,15 +267,11 @@ def _origin(runs: Mapping[str, Run]) -> str:
     return f"{len(runs)} runs, {hours:.1f} hours of one core in all; {made}."
 
 
-def titled(*keys: str) -> dict[str, str]:
-    """Gives the curves of a figure the titles that they have in all studies."""
-    return {key: TITLES[key] for key in keys}
-
-
-def panels(drawn: Mapping[str, str]) -> list[plots.Panel]:
-    """A panel for each metric or eval/<set>/<score>: key -> title; KeyError for another key."""
+def panels(drawn: Sequence[str]) -> list[plots.Panel]:
+    """A panel for each metric or eval/<set>/<score> of TITLES; KeyError for another key."""
     metrics, found = {metric.key: metric for metric in METRICS}, []
-    for key, title in drawn.items():
+    for key in drawn:
+        title = TITLES[key]
         if key.startswith("eval/"):
             metric, curve = score_metric(key), plots.evaluation_curve(*key.split("/", 2)[1:])
         else:

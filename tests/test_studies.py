@@ -32,7 +32,7 @@ EPS_HIGH = {"a": 0.2, "b": 0.3, "c": 0.4}
 
 def _study(arms: str, claims=(), seeds=range(3)) -> Study:
     how = {"title": "By hand", "config": "configs/tiny.py", "settings": {"num_steps": "3"}}
-    how |= {"arms": {arm: f"algo.eps_high={EPS_HIGH[arm]}" for arm in arms}, "drawn": {}}
+    how |= {"arms": {arm: f"algo.eps_high={EPS_HIGH[arm]}" for arm in arms}, "drawn": ()}
     return Study(**how, quantities=(ENTROPY,), claims=claims, seeds=tuple(seeds))
 
 
