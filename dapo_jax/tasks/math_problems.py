@@ -106,7 +106,7 @@ class MathProblems(MathTask):
 
         examples, report = readers.read_rows(
             self.path,
-            [prompt_field] + [answer_field] * (not self.environment),
+            [] if self.environment else [prompt_field, answer_field],
             make,
             file_format=file_format,
             on_bad_row=self.on_bad_row,
