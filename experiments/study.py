@@ -15,6 +15,7 @@ import importlib
 import itertools
 import json
 import math
+import operator
 import pathlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -300,17 +301,18 @@ def add_rows(study: Study, made: pathlib.Path, folder: pathlib.Path) -> None:
 def look_into(
     file: pathlib.Path,
     measure: Callable[[pathlib.Path], list[dict]],
-    quantities: Sequence[Quantity],
+    measures: Sequence[tuple[str, str, str]],
     arms: Sequence[str],
     compared: Sequence[tuple[str, str]],
 ) -> None:
     """Prints tables of a file's rows; with --workdir, measures them there first.
 
-    quantities: of a row, which has its "arm" and "seed". The tables are the arms' means over the
-    seeds, and the differences of the compared arms, paired by seed.
+    measures: (key, title, format) of a row's numbers, beside its "arm" and "seed". The tables are
+    the arms' means over the seeds, and the differences of the compared arms, paired by seed.
     """
     if flags.FLAGS.workdir:
         write_lines(file, measure(pathlib.Path(flags.FLAGS.workdir)))
+    quantities = [Quantity(title, operator.itemgetter(key), form) for key, title, form in measures]
     of_arm, names = collections.defaultdict(dict), [quantity.name for quantity in quantities]
     for row in read_lines(file):
         of_arm[row["arm"]][row["seed"]] = row

@@ -249,19 +249,14 @@ def agree_pages(work: Work, N: int, K: int, H: int) -> str:
 
     attended = [jax.jit(run)(q_BNH, recent, prompt_pool, pool) for run in (ours, plain)]
     offset_B = (response_B // BLOCK * BLOCK % C).astype(np.int32)
-    writing = (*pool, *recent, page_BJ[:, 0], offset_B)
-    copying = (pool, prompt_pool, page_BJ[:, 1], page_BI[:, 0])
-    same = [
-        off(jax.jit(run)(*given), jax.jit(plainly)(*given)) == 0
-        for run, plainly, given in (
-            (kernels.write_pages, xla.write_pages, writing),
-            (kernels.copy_pages, xla.copy_pages, copying),
-        )
-    ]
-    done = " and ".join(
-        f"{name} {'as by' if it else 'DIFFER FROM'} plain XLA"
-        for name, it in zip(("written", "copied"), same, strict=True)
-    )
+
+    def same(run, plainly, *given) -> str:
+        is_same = off(jax.jit(run)(*given), jax.jit(plainly)(*given)) == 0
+        return f"{'as by' if is_same else 'DIFFER FROM'} plain XLA"
+
+    to, of = page_BJ[:, 0], (pool, prompt_pool, page_BJ[:, 1], page_BI[:, 0])
+    written = same(kernels.write_pages, xla.write_pages, *pool, *recent, to, offset_B)
+    done = f"written {written} and copied {same(kernels.copy_pages, xla.copy_pages, *of)}"
     return f"attention is {off(*attended):.1e} from plain XLA's; pages are {done}"
 
 
