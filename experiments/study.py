@@ -35,7 +35,6 @@ from dapo_jax.sweep.__main__ import sweep
 
 HERE = pathlib.Path(__file__).parent
 ROWS, RESULT, FIGURE = "rows.jsonl.gz", "result.md", "figure.png"
-MEASURED = "rows.jsonl"  # of a `Measured`
 SETTINGS = {"log.rollouts_every_steps": "0", "log.samples_every_steps": "0"}  # of all studies
 DEFAULTS = json.loads(json.dumps({name: key.default for name, key in KEYS.items()}))
 TITLES = {  # of curves
@@ -148,31 +147,12 @@ class Study:
         return kept, missing
 
 
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """A study of numbers that no run's rows have.
+def load(name: str):
+    """The study of a folder; raises ValueError, with what there is, for another name.
 
-    measure(workdir, seeds): the rows, each with its "seed". result(rows): Markdown. figure(rows).
+    It is a Study, or has seeds and a `read` of its own, as rounded_weights: it returns (the text,
+    the figure), of a folder's rows, and measures these seeds first where a workdir is given.
     """
-
-    measure: Callable[[pathlib.Path, Sequence[int]], list[dict]]
-    result: Callable[[list[dict]], str]
-    figure: Callable[[list[dict]], plots.Figure]
-    seeds: Sequence[int] = (0, 1, 2)
-
-    def read(self, folder: pathlib.Path, made: pathlib.Path | None, seeds: Sequence[int]):
-        """Returns (the text, the figure); measures these seeds first where `made` is a folder."""
-        file = folder / MEASURED
-        rows = read_lines(file) if file.exists() else []
-        if made:
-            rows = [row for row in rows if row["seed"] not in seeds] + self.measure(made, seeds)
-            write_lines(file, sorted(rows, key=lambda row: row["seed"]))
-            rows = read_lines(file)
-        return self.result(rows), self.figure(rows)
-
-
-def load(name: str) -> Study | Measured:
-    """The study of a folder; raises ValueError, with what there is, for another name."""
     names = sorted(file.parent.name for file in HERE.glob("*/study.py"))
     if name not in names:
         raise ValueError(f"there is no study {name!r}; there are {', '.join(names)}")
@@ -352,7 +332,7 @@ def main(argv: Sequence[str]) -> None:
         if not set(seeds) <= set(study.seeds):
             raise ValueError(f"--seeds={seeds}: the study's are {[*study.seeds]}")
         workdir = pathlib.Path(flags.FLAGS.workdir) if flags.FLAGS.workdir else None
-        if hasattr(study, "read"):  # a Measured, imported by another name than this file
+        if hasattr(study, "read"):
             text, drawn = study.read(folder, workdir, seeds)
             return write(folder, text, drawn)
         if workdir:
