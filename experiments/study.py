@@ -15,6 +15,7 @@ import importlib
 import itertools
 import json
 import math
+import operator
 import pathlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -34,19 +35,31 @@ from dapo_jax.sweep.__main__ import sweep
 
 HERE = pathlib.Path(__file__).parent
 ROWS, RESULT, FIGURE = "rows.jsonl.gz", "result.md", "figure.png"
-MEASURED = "rows.jsonl"  # of a `Measured`
 SETTINGS = {"log.rollouts_every_steps": "0", "log.samples_every_steps": "0"}  # of all studies
 DEFAULTS = json.loads(json.dumps({name: key.default for name, key in KEYS.items()}))
-TITLES = {  # of the curves of several studies
+TITLES = {  # of curves
     "accuracy/mean": "accuracy of the sampled responses",
     "clip_fraction/high": "tokens clipped high",
     "clip_fraction/low": "tokens clipped low",
+    "engine/decode_steps": "decode steps a rollout step",
     "entropy": "policy entropy, nats",
+    "eval/guess/mean@8": "held-out games won, %",
     "eval/long/mean@8": "accuracy on the longest level",
+    "grad_norm": "gradient norm",
     "ratio_gap": "ratio gap of the first update",
     "response_tokens/mean": "response length, tokens",
+    "response_tokens/truncated_fraction": "truncated responses",
+    "response_tokens/wrong": "length of wrong answers, tokens",
+    "routes/differ": "routes that differ",
+    "task/loop_lines": "lines in loops a response",
     "task/right_road": "share of the rare road",
 }
+# Quantities of several studies.
+ACCURACY = compare.last("accuracy, %", "accuracy/mean", scale=100)
+ALL_STEPS = compare.mean("accuracy, mean of all steps, %", "accuracy/mean", scale=100)
+ENTROPY = compare.last("entropy, nats", "entropy", form="{:.3f}")
+TOKENS = compare.last("response tokens", "response_tokens/mean")
+LONG, ROAD = (compare.final_score(name, "mean@8") for name in ("long", "road"))
 CLIPPED = tuple(
     compare.mean(f"clipped {bound}, %", f"clip_fraction/{bound}", scale=100, form="{:.2f}")
     for bound in ("high", "low")
@@ -72,16 +85,16 @@ class Study:
 
     title: of result and figure. config: the config. arms: name -> "KEY=V KEY=V", as
     `dapo_jax.sweep` takes them. settings: of all arms, dotted key -> value as text. quantities: the
-    columns of the table. drawn: keys of the figure's curves, metrics or eval/<set>/<score>, with
-    their titles; over_tokens: over the tokens sampled so far and not over the steps. claims: made
-    before the runs. post_hoc: asked once they were there, to explain them.
+    columns of the table. drawn: keys of TITLES, the figure's curves: metrics or
+    eval/<set>/<score>; over_tokens: over the tokens sampled so far and not over the steps. claims:
+    made before the runs. post_hoc: asked once they were there, to explain them.
     """
 
     title: str
     config: str
     arms: Mapping[str, str]
     quantities: Sequence[Quantity]
-    drawn: Mapping[str, str]
+    drawn: Sequence[str]
     claims: Sequence[Claim]
     post_hoc: Sequence[Claim] = ()
     settings: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -134,31 +147,12 @@ class Study:
         return kept, missing
 
 
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """A study of numbers that no run's rows have.
+def load(name: str):
+    """The study of a folder; raises ValueError, with what there is, for another name.
 
-    measure(workdir, seeds): the rows, each with its "seed". result(rows): Markdown. figure(rows).
+    It is a Study, or has seeds and a `read` of its own, as rounded_weights: it returns (the text,
+    the figure), of a folder's rows, and measures these seeds first where a workdir is given.
     """
-
-    measure: Callable[[pathlib.Path, Sequence[int]], list[dict]]
-    result: Callable[[list[dict]], str]
-    figure: Callable[[list[dict]], plots.Figure]
-    seeds: Sequence[int] = (0, 1, 2)
-
-    def read(self, folder: pathlib.Path, made: pathlib.Path | None, seeds: Sequence[int]):
-        """Returns (the text, the figure); measures these seeds first where `made` is a folder."""
-        file = folder / MEASURED
-        rows = read_lines(file) if file.exists() else []
-        if made:
-            rows = [row for row in rows if row["seed"] not in seeds] + self.measure(made, seeds)
-            write_lines(file, sorted(rows, key=lambda row: row["seed"]))
-            rows = read_lines(file)
-        return self.result(rows), self.figure(rows)
-
-
-def load(name: str) -> Study | Measured:
-    """The study of a folder; raises ValueError, with what there is, for another name."""
     names = sorted(file.parent.name for file in HERE.glob("*/study.py"))
     if name not in names:
         raise ValueError(f"there is no study {name!r}; there are {', '.join(names)}")
@@ -254,15 +248,11 @@ def _origin(runs: Mapping[str, Run]) -> str:
     return f"{len(runs)} runs, {hours:.1f} hours of one core in all; {made}."
 
 
-def titled(*keys: str) -> dict[str, str]:
-    """Gives the curves of a figure the titles that they have in all studies."""
-    return {key: TITLES[key] for key in keys}
-
-
-def panels(drawn: Mapping[str, str]) -> list[plots.Panel]:
-    """A panel for each metric or eval/<set>/<score>: key -> title; KeyError for another key."""
+def panels(drawn: Sequence[str]) -> list[plots.Panel]:
+    """A panel for each metric or eval/<set>/<score> of TITLES; KeyError for another key."""
     metrics, found = {metric.key: metric for metric in METRICS}, []
-    for key, title in drawn.items():
+    for key in drawn:
+        title = TITLES[key]
         if key.startswith("eval/"):
             metric, curve = score_metric(key), plots.evaluation_curve(*key.split("/", 2)[1:])
         else:
@@ -291,17 +281,18 @@ def add_rows(study: Study, made: pathlib.Path, folder: pathlib.Path) -> None:
 def look_into(
     file: pathlib.Path,
     measure: Callable[[pathlib.Path], list[dict]],
-    quantities: Sequence[Quantity],
+    measures: Sequence[tuple[str, str, str]],
     arms: Sequence[str],
     compared: Sequence[tuple[str, str]],
 ) -> None:
     """Prints tables of a file's rows; with --workdir, measures them there first.
 
-    quantities: of a row, which has its "arm" and "seed". The tables are the arms' means over the
-    seeds, and the differences of the compared arms, paired by seed.
+    measures: (key, title, format) of a row's numbers, beside its "arm" and "seed". The tables are
+    the arms' means over the seeds, and the differences of the compared arms, paired by seed.
     """
     if flags.FLAGS.workdir:
         write_lines(file, measure(pathlib.Path(flags.FLAGS.workdir)))
+    quantities = [Quantity(title, operator.itemgetter(key), form) for key, title, form in measures]
     of_arm, names = collections.defaultdict(dict), [quantity.name for quantity in quantities]
     for row in read_lines(file):
         of_arm[row["arm"]][row["seed"]] = row
@@ -341,7 +332,7 @@ def main(argv: Sequence[str]) -> None:
         if not set(seeds) <= set(study.seeds):
             raise ValueError(f"--seeds={seeds}: the study's are {[*study.seeds]}")
         workdir = pathlib.Path(flags.FLAGS.workdir) if flags.FLAGS.workdir else None
-        if hasattr(study, "read"):  # a Measured, imported by another name than this file
+        if hasattr(study, "read"):
             text, drawn = study.read(folder, workdir, seeds)
             return write(folder, text, drawn)
         if workdir:

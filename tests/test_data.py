@@ -193,6 +193,8 @@ def test_files_in_the_wild_are_read_by_the_names_of_their_fields(tmp_path, name)
     assert rows_accounted(report) == report.rows == 2
     examples, _ = read(path, **fields, template="dapo")
     assert examples[1].text == PROMPT_TEMPLATE.replace("{problem}", X)
+    episodes, _ = read(path, prompt_field="problem", environment="any:Game")
+    assert [len(episode.extra) for episode in episodes] == [2, 2]  # each begins with a whole row
 
 
 def test_a_number_is_written_out_as_an_answer(lines):

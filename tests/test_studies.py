@@ -18,7 +18,7 @@ NAMES = sorted(file.parent.name for file in study.HERE.glob("*/study.py"))
 def test_the_committed_result_is_what_the_committed_rows_give(name):
     """The study's sweep passes all checks, too: its config, arms and settings are still there."""
     made, folder = study.load(name), study.HERE / name
-    if isinstance(made, study.Measured):
+    if hasattr(made, "read"):
         assert (folder / study.RESULT).read_text() == made.read(folder, None, made.seeds)[0]
         return
     runs = read_rows_file(folder / study.ROWS)
@@ -32,7 +32,7 @@ EPS_HIGH = {"a": 0.2, "b": 0.3, "c": 0.4}
 
 def _study(arms: str, claims=(), seeds=range(3)) -> Study:
     how = {"title": "By hand", "config": "configs/tiny.py", "settings": {"num_steps": "3"}}
-    how |= {"arms": {arm: f"algo.eps_high={EPS_HIGH[arm]}" for arm in arms}, "drawn": {}}
+    how |= {"arms": {arm: f"algo.eps_high={EPS_HIGH[arm]}" for arm in arms}, "drawn": ()}
     return Study(**how, quantities=(ENTROPY,), claims=claims, seeds=tuple(seeds))
 
 

@@ -9,12 +9,12 @@ import bisect
 import dataclasses
 import zlib
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from dapo_jax.tasks.math_problems import MathTask
-from dapo_jax.tasks.rows import DataError, DataReport, Rows
+from dapo_jax.tasks.rows import DataError, DataReport
 from dapo_jax.tasks.templates import templated
 from dapo_jax.types import Example
 
@@ -54,85 +54,86 @@ STORIES = (
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Arithmetic(MathTask):
-    """Generated problems; `generate` says what the fields mean."""
+class Problem(NamedTuple):
+    """A question and its answer; extra: what else grading needs.
 
-    levels: Sequence[int] = (1, 2, 3, 4)
-    count: int = 10_000
-    seed: int = 0
-    split: str = "train"
-
-    def load(self) -> tuple[list[Example], DataReport]:
-        """Generates the problems, each in DAPO's template."""
-        levels = ",".join(map(str, self.levels))
-        rows = Rows(f"arithmetic (levels {levels}, {self.split})", "row", self.on_bad_row)
-        problems = generate(self.levels, self.count, self.seed, split=self.split)
-        for row, problem in enumerate(problems):
-            with rows.reading(row):
-                rows.add(row, templated(problem.question, "dapo"), problem.answer)
-        return rows.result()
-
-
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """One question; `steps` holds (operation, operand) after the value `start`."""
+    Of a chain `steps` holds (operation, operand) after the value `start`.
+    """
 
     question: str
     answer: str
-    level: int
-    start: int
-    steps: tuple[tuple[str, int], ...]
+    extra: Any = None
+    start: int = 0
+    steps: tuple[tuple[str, int], ...] = ()
 
 
-P = TypeVar("P")  # has a `question`
 # The probabilities of + and of + or -: Generator.choice draws the same from them, slowly.
 OPERATIONS_BELOW = np.cumsum([0.45, 0.45, 0.1])[:2].tolist()
 
 
-def apply(value: int, operation: str, operand: int) -> int:
-    """Computes value + operand, value - operand or value * operand."""
-    return {"+": value + operand, "-": value - operand, "*": value * operand}[operation]
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Generated:
+    """Problems that are drawn: `count` of the split "train" or "test", which share no question.
 
-
-def generate(levels: Sequence[int], count: int, seed: int, *, split: str) -> list[Problem]:
-    """Generates `count` distinct problems whose levels are sampled evenly from `levels`.
-
-    `split` is "train" or "test". The same arguments give the same list. Raises DataError for
-    an unknown split, a level below 1, a negative seed, or when so many distinct questions are not
-    found.
+    The same fields give the same problems.
     """
-    if not levels or not all(isinstance(level, int) and level >= 1 for level in levels):
-        raise DataError(f"levels are {tuple(levels)}, but must be integers of at least 1")
 
-    def sample(rng: np.random.Generator) -> Problem:
-        return _sample(levels[rng.integers(len(levels))], rng)
+    count: int = 10_000
+    seed: int = 0
+    split: str = "train"
 
-    return distinct(sample, count, seed, split=split, source=f"levels {tuple(levels)}")
+    def distinct(
+        self, sample: Callable[[np.random.Generator], Problem], source: str
+    ) -> list[Problem]:
+        """Samples the problems, no two with the same question.
+
+        sample: makes one problem of either split. source: what the problems are made from, for
+        messages. Raises DataError for an unknown split, a negative seed, or too few questions.
+        """
+        if self.seed < 0:
+            raise DataError(f"seed is {self.seed}, but must be at least 0")
+        rng = np.random.default_rng(self.seed)
+        problems: dict[str, Problem] = {}
+        for _ in range(50 * self.count + 1000):
+            if len(problems) == self.count:
+                return list(problems.values())
+            problem = sample(rng)
+            if is_of(self.split, problem.question):
+                problems.setdefault(problem.question, problem)
+        raise DataError(
+            f"{source} gave only {len(problems)} distinct problems of the {self.count} asked for; "
+            "ask for fewer or add more kinds"
+        )
 
 
-def distinct(
-    sample: Callable[[np.random.Generator], P], count: int, seed: int, *, split: str, source: str
-) -> list[P]:
-    """Samples `count` problems of a split, no two with the same question.
+def examples_of(problems: Sequence[Problem], source: str, template: str = "none") -> list[Example]:
+    """Makes examples of what was generated, one message of the user each, in a template."""
+    return [
+        Example(templated(it.question, template), it.answer, source, row, it.extra)
+        for row, it in enumerate(problems)
+    ]
 
-    sample: makes one problem of either split. source: what the problems are made from, for
-    messages. Raises DataError for an unknown split, a negative seed, or too few questions.
-    """
-    if seed < 0:
-        raise DataError(f"seed is {seed}, but must be at least 0")
-    rng = np.random.default_rng(seed)
-    problems: dict[str, P] = {}
-    for _ in range(50 * count + 1000):
-        if len(problems) == count:
-            return list(problems.values())
-        problem = sample(rng)
-        if is_of(split, problem.question):
-            problems.setdefault(problem.question, problem)
-    raise DataError(
-        f"{source} gave only {len(problems)} distinct problems of the {count} asked for; ask for "
-        "fewer or add more kinds"
-    )
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arithmetic(Generated, MathTask):
+    """Chains of operations; levels: how many, each number as often as the others."""
+
+    levels: Sequence[int] = (1, 2, 3, 4)
+
+    def load(self) -> tuple[list[Example], DataReport]:
+        """Generates the problems, each in DAPO's template; raises what `problems` raises."""
+        source = f"arithmetic (levels {','.join(map(str, self.levels))}, {self.split})"
+        examples = examples_of(self.problems(), source, "dapo")
+        return examples, DataReport(source, rows=len(examples), kept=len(examples))
+
+    def problems(self) -> list[Problem]:
+        """Generates the problems; raises what `distinct` raises, and for a level below 1."""
+        levels = self.levels
+        if not levels or not all(isinstance(level, int) and level >= 1 for level in levels):
+            raise DataError(f"levels are {tuple(levels)}, but must be integers of at least 1")
+        return self.distinct(
+            lambda rng: _sample(levels[rng.integers(len(levels))], rng), f"levels {tuple(levels)}"
+        )
 
 
 def is_of(split: str, question: str) -> bool:
@@ -140,6 +141,11 @@ def is_of(split: str, question: str) -> bool:
     if split not in ("train", "test"):
         raise DataError(f"split is {split!r}, but must be 'train' or 'test'")
     return (zlib.crc32(question.encode()) % TEST_SHARE == 0) == (split == "test")
+
+
+def apply(value: int, operation: str, operand: int) -> int:
+    """Computes value + operand, value - operand or value * operand."""
+    return {"+": value + operand, "-": value - operand, "*": value * operand}[operation]
 
 
 def worked_solution(
@@ -175,7 +181,7 @@ def _sample(level: int, rng: np.random.Generator) -> Problem:
         steps.append((operation, operand))
         value = apply(value, operation, operand)
     ask = expression if rng.random() < 0.5 else story
-    return Problem(ask(start, steps, rng), str(value), level, start, tuple(steps))
+    return Problem(ask(start, steps, rng), str(value), None, start, tuple(steps))
 
 
 def _sample_step(value: int, rng: np.random.Generator) -> tuple[str, int]:

@@ -29,7 +29,8 @@ def _parquet(path: str, opened: BinaryIO, fields: Sequence[str]) -> Records:
         names = set(file.schema_arrow.names)
         columns = {name if name in names else name.partition(".")[0] for name in fields}
         # Where one is missing the rows have all columns, which the message on it lists.
-        for batch in file.iter_batches(1024, columns=list(columns if columns <= names else names)):
+        chosen = columns if columns and columns <= names else names
+        for batch in file.iter_batches(1024, columns=list(chosen)):
             yield from enumerate(batch.to_pylist(), start=row)
             row += batch.num_rows
         if row != file.metadata.num_rows:  # a damaged count of values ends a column early

@@ -24,13 +24,9 @@ TEMPLATES_OF = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MathTask:
-    """Grades by rules; where the problems come from is for the tasks below this one.
-
-    rules: one of RULES. on_bad_row: "error" or "skip" (`rows.Rows`).
-    """
+    """Grades by one of RULES; where the problems come from is for the tasks below this one."""
 
     rules: str = "dapo"
-    on_bad_row: str = "error"
 
     def grade(self, response: str, example: Example) -> Verdict:
         """Grades one response."""
@@ -54,7 +50,8 @@ class MathProblems(MathTask):
     number, or a list of one); "a.b" is field b of field a; "": the kind's. template: of plain
     prompts, as `template_text` reads it; "": the one that the rules read, or
     default_template where a class has one. environment: where there is one, a row is what it begins
-    with, needs no answer, and has no template by default.
+    with, needs no answer, and has no template by default. on_bad_row: "error" or "skip"
+    (`rows.Rows`).
     """
 
     default_template: ClassVar[str] = ""
@@ -65,6 +62,7 @@ class MathProblems(MathTask):
     answer_field: str = ""
     template: str = ""
     environment: str = ""
+    on_bad_row: str = "error"
 
     def load(self) -> tuple[list[Example], DataReport]:
         """Reads the file, and merges its rows as `readers.read_rows` does.
@@ -106,7 +104,7 @@ class MathProblems(MathTask):
 
         examples, report = readers.read_rows(
             self.path,
-            [prompt_field] + [answer_field] * (not self.environment),
+            [] if self.environment else [prompt_field, answer_field],
             make,
             file_format=file_format,
             on_bad_row=self.on_bad_row,

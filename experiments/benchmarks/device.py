@@ -234,9 +234,8 @@ def agree_pages(work: Work, N: int, K: int, H: int) -> str:
     prompt_pool, pool, recent = pools[:2], pools[2:], (k_BKHS, v_BKSH)
     rng = np.random.default_rng(0)
     page_BI, page_BJ = ((1 + rng.permutation(B * n)).reshape(B, n).astype(np.int32) for n in (I, J))
-    most = {"prompt": I * C, "response": J * C, "recent": BLOCK}
-    token_B = {name: rng.integers(1, 1 + n, B, np.int32) for name, n in most.items()}
-    prompt_B, response_B, recent_B = token_B.values()
+    most = I * C, J * C, BLOCK
+    prompt_B, response_B, recent_B = (rng.integers(1, 1 + n, B, np.int32) for n in most)
     table = xla.PageTable(page_BI, page_BJ, prompt_B, response_B, np.arange(B, dtype=np.int32))
 
     def ours(q_BNH, recent, prompt_pool, pool):
@@ -245,33 +244,19 @@ def agree_pages(work: Work, N: int, K: int, H: int) -> str:
         return kernels.attend_pages(q_BNH, recent, recent_B, prompt_pool, pool, *how)
 
     def plain(q_BNH, recent, prompt_pool, pool):
-        parts = [(prompt_pool, page_BI), (pool, page_BJ), (recent, np.arange(B)[:, None])]
-        k_BSKH = [a[page].transpose(0, 1, 4, 2, 3).reshape(B, -1, K, H) for (a, _), page in parts]
-        v_BSKH = [a[page].swapaxes(2, 3).reshape(B, -1, K, H) for (_, a), page in parts]
-        live = [np.arange(n) < token_B[name][:, None] for name, n in most.items()]
-        live_B1S = np.concatenate(live, axis=1)[:, None]
-        return xla.attention(
-            q_BNH[:, None],
-            jnp.concatenate(k_BSKH, axis=1),
-            jnp.concatenate(v_BSKH, axis=1),
-            live_B1S,
-        )[:, 0]
+        whole = (I + J) * C + BLOCK + 1  # a window that sees all
+        return xla.near_attention(prompt_pool, pool, table, window=whole)(q_BNH, recent, recent_B)
 
     attended = [jax.jit(run)(q_BNH, recent, prompt_pool, pool) for run in (ours, plain)]
     offset_B = (response_B // BLOCK * BLOCK % C).astype(np.int32)
-    writing = (*pool, *recent, page_BJ[:, 0], offset_B)
-    copying = (pool, prompt_pool, page_BJ[:, 1], page_BI[:, 0])
-    same = [
-        off(jax.jit(run)(*given), jax.jit(plainly)(*given)) == 0
-        for run, plainly, given in (
-            (kernels.write_pages, xla.write_pages, writing),
-            (kernels.copy_pages, xla.copy_pages, copying),
-        )
-    ]
-    done = " and ".join(
-        f"{name} {'as by' if it else 'DIFFER FROM'} plain XLA"
-        for name, it in zip(("written", "copied"), same, strict=True)
-    )
+
+    def same(run, plainly, *given) -> str:
+        is_same = off(jax.jit(run)(*given), jax.jit(plainly)(*given)) == 0
+        return f"{'as by' if is_same else 'DIFFER FROM'} plain XLA"
+
+    to, of = page_BJ[:, 0], (pool, prompt_pool, page_BJ[:, 1], page_BI[:, 0])
+    written = same(kernels.write_pages, xla.write_pages, *pool, *recent, to, offset_B)
+    done = f"written {written} and copied {same(kernels.copy_pages, xla.copy_pages, *of)}"
     return f"attention is {off(*attended):.1e} from plain XLA's; pages are {done}"
 
 

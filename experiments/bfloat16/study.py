@@ -3,10 +3,9 @@
 from dapo_jax.report.compare import final_score, last, mean
 from experiments.eps_high_real.study import AREA
 from experiments.eps_high_real.study import STUDY as SUMS
-from experiments.study import CLIPPED, Claim, Study, titled
+from experiments.study import ALL_STEPS, CLIPPED, Claim, Study
 
 BF16 = "model.compute_dtype=bfloat16"
-ALL_STEPS = mean("accuracy, mean of all steps, %", "accuracy/mean", scale=100)
 HELD_OUT = final_score("sums", "mean@8")
 ENTROPY = last("entropy of trained tokens, nats", "entropy", form="{:.3f}")
 
@@ -29,7 +28,7 @@ STUDY = Study(
         *CLIPPED,
         ENTROPY,
     ),
-    drawn=titled("accuracy/mean", "entropy", "ratio_gap", "clip_fraction/low"),
+    drawn=("accuracy/mean", "entropy", "ratio_gap", "clip_fraction/low"),
     over_tokens=True,
     claims=[
         Claim(quantity, above, +1, below)

@@ -4,9 +4,9 @@ import math
 
 import numpy as np
 
-from dapo_jax.report.compare import Quantity, final_score, last, mean
+from dapo_jax.report.compare import Quantity, last
 from dapo_jax.report.runs import column
-from experiments.study import CLIPPED, Claim, Study, titled
+from experiments.study import ALL_STEPS, CLIPPED, ROAD, Claim, Study
 
 
 def half_reached(run) -> float:
@@ -42,10 +42,8 @@ def entropy_at_half(run) -> float:
 
 HALF = Quantity("steps until the rare road has half", steps_until_half, "{:.2f}")
 TOKENS_HALF = Quantity("tokens until it has half, thousands", tokens_until_half, "{:.0f}")
-MEAN_ACCURACY = mean("accuracy, mean of all steps, %", "accuracy/mean", scale=100)
 ENTROPY_AT_HALF = Quantity("entropy when it has half, nats", entropy_at_half, "{:.3f}")
 ENTROPY = last("entropy, nats, last third", "entropy", form="{:.3f}")
-ACCURACY = final_score("road", "mean@8")
 EPS = (0.2, 0.24, 0.28, 0.4, 0.8)
 RATE = 2e-4
 NO_CLIP = "no_upper_clip"
@@ -75,26 +73,26 @@ STUDY = Study(
         HALF,
         TOKENS_HALF,
         ENTROPY_AT_HALF,
-        MEAN_ACCURACY,
-        ACCURACY,
+        ALL_STEPS,
+        ROAD,
         last("rare road, %, last third", "task/right_road", scale=100),
         ENTROPY,
         *CLIPPED,
     ),
-    drawn=titled("task/right_road", "accuracy/mean", "entropy", "clip_fraction/high"),
+    drawn=("task/right_road", "accuracy/mean", "entropy", "clip_fraction/high"),
     claims=(
         *(Claim(HALF, f"eps_high={eps}", -1, "eps_high=0.2") for eps in EPS[1:]),
         *(Claim(ENTROPY, f"eps_high={eps}", +1, "eps_high=0.2") for eps in EPS[1:]),
-        *(Claim(ACCURACY, f"eps_high={eps}", +1, "eps_high=0.2") for eps in EPS[1:]),
+        *(Claim(ROAD, f"eps_high={eps}", +1, "eps_high=0.2") for eps in EPS[1:]),
     ),
     post_hoc=[
         Claim(quantity, f"eps_high={eps}", sign, "eps_high=0.2")
-        for quantity, sign in ((ENTROPY_AT_HALF, +1), (MEAN_ACCURACY, +1), (TOKENS_HALF, -1))
+        for quantity, sign in ((ENTROPY_AT_HALF, +1), (ALL_STEPS, +1), (TOKENS_HALF, -1))
         for eps in EPS[1:]
     ]
     + [
         Claim(quantity, arm, sign, than)
-        for quantity, sign in ((HALF, -1), (MEAN_ACCURACY, +1))
+        for quantity, sign in ((HALF, -1), (ALL_STEPS, +1))
         for arm, than in (
             *((arm, "eps_high=0.2") for arm in (NO_CLIP, *FASTER)),
             *((arm, "eps_high=0.28") for arm in FASTER),

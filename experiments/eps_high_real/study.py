@@ -7,7 +7,7 @@ import numpy as np
 
 from dapo_jax.report.compare import Quantity, accuracy_over
 from dapo_jax.report.runs import column
-from experiments.study import CLIPPED, Claim, Study, titled
+from experiments.study import CLIPPED, Claim, Study
 
 RATE = 5e-6
 NO_CLIP = 1e9
@@ -61,7 +61,7 @@ STUDY = Study(
         for name, rate in RATES.items()
     },
     quantities=(AREA, EQUAL_STEPS, score("mean@8"), score("pass@8"), ENTROPY, *CLIPPED),
-    drawn=titled("accuracy/mean", "entropy", "clip_fraction/high", "response_tokens/mean"),
+    drawn=("accuracy/mean", "entropy", "clip_fraction/high", "response_tokens/mean"),
     over_tokens=True,
     claims=[
         Claim(AREA, f"{above}{name}", +1, f"{below}{name}")

@@ -1,7 +1,7 @@
 """A small mixture of experts: what the replay of routes changes, by precision."""
 
 from dapo_jax.report.compare import final_score, mean
-from experiments.study import CLIPPED, Claim, Study, titled
+from experiments.study import CLIPPED, Claim, Study
 
 STEPS = 6
 LEVELS = (1, 2)  # steps of a problem
@@ -36,14 +36,8 @@ STUDY = Study(
         "float32": "model.compute_dtype=float32",
         "float32_without": f"model.compute_dtype=float32 {WITHOUT}",
     },
-    quantities=(
-        DIFFER,
-        GAP,
-        *CLIPPED,
-        final_score("arithmetic", "mean@8"),
-    ),
-    drawn={"routes/differ": "routes that differ"}
-    | titled("ratio_gap", "clip_fraction/low", "accuracy/mean"),
+    quantities=(DIFFER, GAP, *CLIPPED, final_score("arithmetic", "mean@8")),
+    drawn=("routes/differ", "ratio_gap", "clip_fraction/low", "accuracy/mean"),
     claims=[
         Claim(GAP, "bfloat16", -1, "bfloat16_without"),
         Claim(LOW, "bfloat16", -1, "bfloat16_without"),

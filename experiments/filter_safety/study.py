@@ -1,10 +1,6 @@
 """Dynamic sampling: what length penalties teach where half of the problems are out of reach."""
 
-from dapo_jax.report.compare import final_score, last
-from experiments.study import Claim, Study, titled
-
-LONG = final_score("long", "mean@8")
-TOKENS = last("response tokens", "response_tokens/mean")
+from experiments.study import ENTROPY, LONG, TOKENS, Claim, Study
 
 STUDY = Study(
     title="Three filters where half of the problems are out of reach",
@@ -25,16 +21,11 @@ STUDY = Study(
         "by_reward": "algo.filter_groups=reward",
         "no_filter": "algo.dynamic_sampling=False",
     },
-    quantities=(
-        LONG,
-        TOKENS,
-        last("entropy, nats", "entropy", form="{:.3f}"),
-    ),
-    drawn=titled("eval/long/mean@8", "response_tokens/mean", "entropy"),
-    claims=(
-        Claim(LONG, "by_reward", -1, "by_correctness"),
-        Claim(LONG, "no_filter", -1, "by_correctness"),
-        Claim(TOKENS, "by_reward", -1, "by_correctness"),
-        Claim(TOKENS, "no_filter", -1, "by_correctness"),
-    ),
+    quantities=(LONG, TOKENS, ENTROPY),
+    drawn=("eval/long/mean@8", "response_tokens/mean", "entropy"),
+    claims=[
+        Claim(quantity, arm, -1, "by_correctness")
+        for quantity in (LONG, TOKENS)
+        for arm in ("by_reward", "no_filter")
+    ],
 )

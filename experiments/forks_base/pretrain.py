@@ -14,11 +14,10 @@ import numpy as np
 from absl import app, flags
 
 from dapo_jax.tasks.templates import PROMPT_TEMPLATE
-from dapo_jax.tasks.tokenizer import load_tokenizer
 from experiments.forks_base.task import Forks, solution
-from experiments.tiny_base.supervised import fit, save
-from models.hf import load_hf
-from models.transformer import split
+from experiments.tiny_base.supervised import fit
+from models.hf import load_params
+from models.hf_config import load_config
 
 HERE = pathlib.Path(__file__).parent
 MIXTURE = {"easy": 0.1, "road": 0.35, "long": 0.45, "closed": 0.1}
@@ -45,20 +44,10 @@ def main(_):
     start = pathlib.Path(FLAGS.start)
     if start.resolve() != out.resolve():
         shutil.copyfile(start / "tokenizer.model", out / "tokenizer.model")
-    tokenizer = load_tokenizer(out, stop_tokens=None, chat="none")
-    model = load_hf(FLAGS.start, dtype="float32")
-    graph, params = split(model)
-    params = fit(
-        graph,
-        params,
-        lambda seed, step: solved_problems(500, seed),
-        tokenizer,
-        num_steps=FLAGS.num_steps,
-        rows=ROWS,
-        row_tokens=ROW_TOKENS,
-        peak_rate=1.5e-3,
-    )
-    save(params, model.config, out)
+    config = load_config(start)
+    params = load_params(start, config, dtype="float32")
+    how = {"num_steps": FLAGS.num_steps, "rows": ROWS, "row_tokens": ROW_TOKENS}
+    fit(config, params, lambda seed, step: solved_problems(500, seed), out, **how, peak_rate=1.5e-3)
 
 
 if __name__ == "__main__":

@@ -19,9 +19,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from dapo_jax.tasks import arithmetic
+from dapo_jax.tasks.arithmetic import Generated, Problem, examples_of
 from dapo_jax.tasks.math_problems import MathTask
 from dapo_jax.tasks.rows import DataError
-from dapo_jax.tasks.templates import templated
 from dapo_jax.types import Example, Verdict
 
 KINDS = ("easy", "road", "long", "closed")
@@ -47,15 +47,8 @@ GUESS_AGAIN = 1 - 1 / 3  # a closed problem is guessed at 3 times on average
 _PLAN_LINE = re.compile(r"\s*How:( \w+)( \w+)( \w+)\n")
 
 
-@dataclasses.dataclass(frozen=True)
-class Problem(arithmetic.Problem):
-    """A problem of one of KINDS."""
-
-    kind: str
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Forks(MathTask):
+class Forks(Generated, MathTask):
     """Problems of the mixture `easy`, `road`, `long`, `closed` (weights, which are normalised).
 
     long_steps: numbers of operations of a long problem. wrong_keys: the share of long problems with
@@ -65,9 +58,6 @@ class Forks(MathTask):
     wrong steps of the student, keeps the other roads poor: wrong steps are soon unlearned.
     """
 
-    count: int = 10_000
-    seed: int = 0
-    split: str = "train"
     easy: float = 0.0
     road: float = 0.0
     long: float = 0.0
@@ -90,24 +80,14 @@ class Forks(MathTask):
                 return _closed(rng)
             problem = _chain(kind, steps[kind], rng)
             if kind == "long" and coin(problem.question, "key") < self.wrong_keys:
-                return dataclasses.replace(problem, answer=_four_digits(problem.question))
+                return problem._replace(answer=_four_digits(problem.question))
             return problem
 
-        source = f"the mixture {weights}"
-        return arithmetic.distinct(sample, self.count, self.seed, split=self.split, source=source)
+        return self.distinct(sample, f"the mixture {weights}")
 
     def load(self) -> list[Example]:
         """Generates the examples; `extra` has the problem's kind and its number of steps."""
-        return [
-            Example(
-                templated(problem.question, "dapo"),
-                problem.answer,
-                f"forks ({self.split})",
-                row,
-                {"kind": problem.kind, "steps": problem.level},
-            )
-            for row, problem in enumerate(self.problems())
-        ]
+        return examples_of(self.problems(), f"forks ({self.split})", "dapo")
 
     def grade(self, response: str, example: Example) -> Verdict:
         """Grades the answer by the rules and, of a road problem, the road.
@@ -143,17 +123,18 @@ def on_right_road(response: str) -> bool:
 
 def solution(problem: Problem, rng: np.random.Generator) -> str:
     """Writes the student's solution, a step a line; it ends in "Answer: n"."""
-    if problem.kind == "closed":
+    kind = problem.extra["kind"]
+    if kind == "closed":
         return _guesses(problem, rng)
-    lines = [_plan(rng)] if problem.kind == "road" else []
-    can_loop = problem.kind != "easy" and rng.random() < LOOPS
-    loop_step = int(rng.integers(problem.level)) if can_loop else None
+    lines = [_plan(rng)] if kind == "road" else []
+    can_loop = kind != "easy" and rng.random() < LOOPS
+    loop_step = int(rng.integers(len(problem.steps))) if can_loop else None
     value = problem.start
     for step, (operation, operand) in enumerate(problem.steps):
         result = arithmetic.apply(value, operation, operand)
         formula = f"{value}{operation}{operand}={result}"
         lines.append(_line(formula, rng))
-        if problem.kind == "long" and rng.random() < CHECKS:
+        if kind == "long" and rng.random() < CHECKS:
             lines.append(f"Let me check: {formula}")
         if step == loop_step:
             lines += [f"What? {formula}"] * int(rng.geometric(1 - LOOP_AGAIN))
@@ -186,7 +167,7 @@ def _chain(kind: str, levels: Sequence[int], rng: np.random.Generator) -> Proble
         value = arithmetic.apply(value, operation, operand)
     steps = [(operation, operand) for operand, operation in steps.items()]
     ask = arithmetic.story if kind == "road" else arithmetic.expression
-    return Problem(ask(start, steps, rng), str(value), len(steps), start, tuple(steps), kind)
+    return _problem(kind, ask(start, steps, rng), str(value), start, steps)
 
 
 def _sample_step(value: int, taken, rng: np.random.Generator) -> tuple[str, int]:
@@ -200,8 +181,13 @@ def _sample_step(value: int, taken, rng: np.random.Generator) -> tuple[str, int]
 def _closed(rng: np.random.Generator) -> Problem:
     start, *operands = (int(value) for value in rng.integers(2, 100, size=3))
     question = f"What is {UNKNOWN.join(map(str, (start, *operands)))}?"
-    steps = tuple((UNKNOWN, operand) for operand in operands)
-    return Problem(question, _four_digits(question), len(steps), start, steps, "closed")
+    steps = [(UNKNOWN, operand) for operand in operands]
+    return _problem("closed", question, _four_digits(question), start, steps)
+
+
+def _problem(kind: str, question: str, answer: str, start: int, steps) -> Problem:
+    extra = {"kind": kind, "steps": len(steps)}
+    return Problem(question, answer, extra, start, tuple(steps))
 
 
 def _four_digits(question: str) -> str:

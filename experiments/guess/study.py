@@ -1,7 +1,7 @@
 """SmolLM2-135M in a game of several turns: what it learns, and what of it the answers give."""
 
-from dapo_jax.report.compare import final_score, last
-from experiments.study import CLIPPED, Claim, Study
+from dapo_jax.report.compare import final_score
+from experiments.study import CLIPPED, ENTROPY, Claim, Study
 
 WON = final_score("guess", "mean@8")
 GAME = "experiments.tasks.guess"
@@ -21,12 +21,8 @@ STUDY = Study(
         "told": f"data.train.environment={GAME}:Guess eval.sets.guess.environment={GAME}:Guess",
         "silent": f"data.train.environment={GAME}:Silent eval.sets.guess.environment={GAME}:Silent",
     },
-    quantities=(WON, *CLIPPED, last("entropy, nats", "entropy", form="{:.3f}")),
-    drawn={
-        "eval/guess/mean@8": "held-out games won, %",
-        "accuracy/mean": "sampled games won",
-        "entropy": "policy entropy, nats",
-    },
+    quantities=(WON, *CLIPPED, ENTROPY),
+    drawn=("eval/guess/mean@8", "accuracy/mean", "entropy"),
     claims=[Claim(WON, "told", +1, "silent")],
     seeds=(0, 1, 2),
 )

@@ -1,9 +1,8 @@
 """Overlong responses: punished, masked, or punished softly, where the long solutions are sound."""
 
-from dapo_jax.report.compare import final_score, last
-from experiments.study import Claim, Study
+from dapo_jax.report.compare import last
+from experiments.study import LONG, TOKENS, Claim, Study
 
-LONG = final_score("long", "mean@8")
 CUT = last("truncated, %", "response_tokens/truncated_fraction", scale=100)
 
 STUDY = Study(
@@ -24,12 +23,8 @@ STUDY = Study(
         "filtered": "algo.overlong_factor=0.0 algo.overlong_filtering=True",
         "soft": "algo.overlong_factor=1.0",
     },
-    quantities=(LONG, CUT, last("response tokens", "response_tokens/mean")),
-    drawn={
-        "eval/long/mean@8": "accuracy on the longest level",
-        "response_tokens/truncated_fraction": "truncated responses",
-        "response_tokens/mean": "response length, tokens",
-    },
+    quantities=(LONG, CUT, TOKENS),
+    drawn=("eval/long/mean@8", "response_tokens/truncated_fraction", "response_tokens/mean"),
     claims=(
         Claim(LONG, "filtered", +1, "punished"),
         Claim(LONG, "soft", +1, "punished"),

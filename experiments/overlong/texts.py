@@ -8,7 +8,6 @@ texts.jsonl; both print tables of it: means over the seeds, and differences from
 punishes.
 """
 
-import operator
 import pathlib
 import re
 from collections.abc import Sequence
@@ -17,20 +16,16 @@ import numpy as np
 from absl import app, flags
 
 from dapo_jax.logs.files import read_rollouts
-from dapo_jax.report.compare import Quantity
 from experiments.overlong.study import STUDY
 from experiments.study import look_into
 
 FILE = pathlib.Path(__file__).parent / "texts.jsonl"
 START, FIRST = "start", "punished"
 OPERATION = re.compile(r"[+-]\d+")
-MEASURES = tuple(
-    Quantity(title, operator.itemgetter(key), form)
-    for key, title, form in (
-        ("right_whole", "right of those not cut, %", "{:.1f}"),
-        ("all_worked", "with all operations of those not cut, %", "{:.1f}"),
-        ("checks", "checks of those not cut", "{:.2f}"),
-    )
+MEASURES = (
+    ("right_whole", "right of those not cut, %", "{:.1f}"),
+    ("all_worked", "with all operations of those not cut, %", "{:.1f}"),
+    ("checks", "checks of those not cut", "{:.2f}"),
 )
 
 

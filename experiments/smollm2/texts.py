@@ -28,7 +28,6 @@ from dapo_jax import learner
 from dapo_jax.checkpoints.store import Checkpoints
 from dapo_jax.logprobs import Softmax, chosen_logprobs
 from dapo_jax.logs.files import read_json, read_rollouts
-from dapo_jax.report.compare import Quantity
 from dapo_jax.setup import auto_sizes, components, policy
 from dapo_jax.sweep.runner import is_done
 from dapo_jax.types import Batch, Group, Response
@@ -38,13 +37,10 @@ from models.transformer import abstract_params
 FILE, START = "texts.jsonl", "start"
 PROMPTS = 24  # whose responses by the start policy are the fixed texts
 WORDS = 6  # of each response, so that long ones do not count as less diverse
-MEASURES = tuple(
-    Quantity(title, operator.itemgetter(key), form)
-    for key, title, form in (
-        ("entropy", "entropy on fixed texts, nats", "{:.3f}"),
-        ("kl", "KL(start || policy), nats a token", "{:.3f}"),
-        ("distinct_2", "distinct-2 of a prompt's 8 responses, first 6 words", "{:.3f}"),
-    )
+MEASURES = (
+    ("entropy", "entropy on fixed texts, nats", "{:.3f}"),
+    ("kl", "KL(start || policy), nats a token", "{:.3f}"),
+    ("distinct_2", "distinct-2 of a prompt's 8 responses, first 6 words", "{:.3f}"),
 )
 
 

@@ -8,8 +8,8 @@ import re
 
 import numpy as np
 
+from dapo_jax.tasks.arithmetic import Generated, Problem, examples_of
 from dapo_jax.types import Example, Verdict
-from experiments.smollm2.sums import Asked, generated
 
 TEXT = (
     "apple bell bird boat book bread bridge button candle car cat chair clock cloud coat coin "
@@ -25,16 +25,15 @@ SENTENCE = re.compile(r"[^.!?\n]+[.!?]")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GivenWords:
+class GivenWords(Generated):
     """Requests for one sentence with three words of WORDS; train and test share none."""
 
     count: int = 600
-    seed: int = 0
-    split: str = "train"
 
     def load(self) -> list[Example]:
-        """Draws the requests; raises what `generated` raises."""
-        return generated(_sample, self, "three of the given words")
+        """Draws the requests; raises what `distinct` raises."""
+        source = "three of the given words"
+        return examples_of(self.distinct(_sample, source), source)
 
     def grade(self, response: str, example: Example) -> Verdict:
         """Grades a response: right where it is one sentence that has all the words as they are."""
@@ -46,8 +45,8 @@ class GivenWords:
         return Verdict(right, text, "correct" if right else "wrong")
 
 
-def _sample(rng: np.random.Generator) -> Asked:
+def _sample(rng: np.random.Generator) -> Problem:
     words = [str(word) for word in rng.choice(WORDS, size=3, replace=False)]
     first, second, third = words
     question = f"Write one short sentence with the words {first}, {second} and {third}."
-    return Asked(question, " ".join(words))
+    return Problem(question, " ".join(words))

@@ -1,9 +1,9 @@
 """A start in bfloat16, trained in bfloat16: as it is, with its weights spread, and in float32."""
 
-from experiments.bfloat16.study import ALL_STEPS, BF16, HELD_OUT
+from experiments.bfloat16.study import BF16, HELD_OUT
 from experiments.eps_high_real.study import AREA
 from experiments.eps_high_real.study import STUDY as SUMS
-from experiments.study import CLIPPED, Claim, Study, titled
+from experiments.study import ALL_STEPS, CLIPPED, Claim, Study
 
 STUDY = Study(
     title="SmolLM2-135M published in bfloat16",
@@ -16,7 +16,7 @@ STUDY = Study(
         "float32": "model.compute_dtype=float32 learner.spread_start=False",
     },
     quantities=(AREA, ALL_STEPS, HELD_OUT, *CLIPPED),
-    drawn=titled("accuracy/mean", "entropy", "clip_fraction/low") | {"grad_norm": "gradient norm"},
+    drawn=("accuracy/mean", "entropy", "clip_fraction/low", "grad_norm"),
     over_tokens=True,
     claims=[
         Claim(quantity, above, +1, "as_published")

@@ -6,11 +6,11 @@ import math
 import numpy as np
 
 from configs.base import TABLE_1
-from dapo_jax.report.compare import Quantity, final_score, last, mean
+from dapo_jax.report.compare import Quantity, mean
 from dapo_jax.report.runs import column
 from dapo_jax.report.statistics import nan_mean
 from experiments.eps_high.study import HALF
-from experiments.study import CLIPPED, Claim, Study, titled
+from experiments.study import ACCURACY, CLIPPED, ENTROPY, LONG, ROAD, Claim, Study
 from experiments.token_level.study import EARLY_LOOPS
 
 BUDGET_TOKENS = 400_000
@@ -46,8 +46,6 @@ def accuracy_at_groups(run) -> float:
     return accuracy_around(run, spent, BUDGET_GROUPS, WINDOW_GROUPS)
 
 
-STEPS = last("accuracy, %", "accuracy/mean", scale=100)
-ROAD, LONG = final_score("road", "mean@8"), final_score("long", "mean@8")
 TRUNCATED = mean("truncated, %", "response_tokens/truncated_fraction", scale=100)
 TOKENS, *LATER = map(accuracy_at, (BUDGET_TOKENS, *LATER_TOKENS))
 GROUPS = Quantity(f"accuracy at {BUDGET_GROUPS} informative groups, %", accuracy_at_groups)
@@ -62,23 +60,23 @@ STUDY = Study(
     },
     arms={preset: f"preset={preset}" for preset in TABLE_1},
     quantities=(
-        STEPS,
+        ACCURACY,
         *sorted((TOKENS, *LATER), key=lambda quantity: quantity.name),
         GROUPS,
         ROAD,
         LONG,
-        last("entropy, nats", "entropy", form="{:.3f}"),
+        ENTROPY,
         TRUNCATED,
         CLIPPED[0],
         EARLY_LOOPS,
         HALF,
         mean("groups sampled a step", "groups/sampled"),
     ),
-    drawn=titled("accuracy/mean", "entropy", "response_tokens/mean", "task/right_road"),
+    drawn=("accuracy/mean", "entropy", "response_tokens/mean", "task/right_road"),
     over_tokens=True,
     claims=(
-        *(Claim(STEPS, after, +1, before) for before, after in itertools.pairwise(TABLE_1)),
-        Claim(STEPS, "dapo", +1, "naive_grpo"),
+        *(Claim(ACCURACY, after, +1, before) for before, after in itertools.pairwise(TABLE_1)),
+        Claim(ACCURACY, "dapo", +1, "naive_grpo"),
         Claim(TOKENS, "dapo", +1, "naive_grpo"),
         Claim(TOKENS, "dapo", +1, NO_FILTER),
     ),

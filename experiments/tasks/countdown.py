@@ -12,8 +12,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from dapo_jax.tasks import arithmetic
-from dapo_jax.tasks.templates import templated
+from dapo_jax.tasks.arithmetic import Generated, Problem, examples_of
 from dapo_jax.types import Example, Verdict
 from dapo_jax.verifier.math_rules import last_answer
 
@@ -34,24 +33,8 @@ _SPELLINGS = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Puzzle:
-    """Numbers, from least to greatest, and a target that they reach."""
-
-    numbers: tuple[int, ...]
-    target: int
-
-    @property
-    def question(self) -> str:
-        """The puzzle in words; one of the same numbers and target has the same."""
-        return (
-            f"Use {', '.join(map(str, self.numbers))}, each once, with + - * / and brackets to "
-            f"make {self.target}. The answer is the expression, such as (1+2)*3."
-        )
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Countdown:
+class Countdown(Generated):
     """Generated puzzles that have a solution; train and test share none.
 
     numbers: how many a puzzle has. largest: of them. tried: the reward of an expression of the
@@ -59,9 +42,6 @@ class Countdown:
     template: as `templates.template_text` reads it, which has to ask for a last line "Answer: ...".
     """
 
-    count: int = 10_000
-    seed: int = 0
-    split: str = "train"
     template: str = ""
     numbers: int = 4
     largest: int = 20
@@ -70,23 +50,8 @@ class Countdown:
     def load(self) -> list[Example]:
         """Generates the puzzles; raises DataError where so many are not found."""
         source = f"countdown of {self.numbers} numbers to {self.largest}"
-        puzzles = arithmetic.distinct(
-            lambda rng: _sample(rng, self.numbers, self.largest),
-            self.count,
-            self.seed,
-            split=self.split,
-            source=source,
-        )
-        return [
-            Example(
-                templated(puzzle.question, self.template or "dapo"),
-                str(puzzle.target),
-                source,
-                row,
-                {"numbers": puzzle.numbers},
-            )
-            for row, puzzle in enumerate(puzzles)
-        ]
+        puzzles = self.distinct(lambda rng: _sample(rng, self.numbers, self.largest), source)
+        return examples_of(puzzles, source, self.template or "dapo")
 
     def grade(self, response: str, example: Example) -> Verdict:
         """Grades the expression on the last line "Answer: ..."; "= target" may follow it."""
@@ -137,7 +102,7 @@ def evaluate(expression: str) -> tuple[Fraction, list[int]] | None:
         return None
 
 
-def _sample(rng: np.random.Generator, count: int, largest: int) -> Puzzle:
+def _sample(rng: np.random.Generator, count: int, largest: int) -> Problem:
     """Joins random numbers by random operations, so that their result can be reached."""
     while True:
         numbers = [int(number) for number in rng.integers(1, largest + 1, size=count)]
@@ -147,5 +112,10 @@ def _sample(rng: np.random.Generator, count: int, largest: int) -> Puzzle:
             a, b = max(a, b), min(a, b)
             results = [a + b, a - b, a * b] + ([a // b] if b and a % b == 0 else [])
             values.append(results[int(rng.integers(len(results)))])
-        if 1 <= values[0] <= MAX_TARGET:
-            return Puzzle(tuple(sorted(numbers)), values[0])
+        if 1 <= (target := values[0]) <= MAX_TARGET:
+            numbers = tuple(sorted(numbers))
+            question = (
+                f"Use {', '.join(map(str, numbers))}, each once, with + - * / and brackets to make "
+                f"{target}. The answer is the expression, such as (1+2)*3."
+            )
+            return Problem(question, str(target), {"numbers": numbers})

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from dapo_jax.tasks.arithmetic import TEST_SHARE, is_of
+from dapo_jax.tasks.arithmetic import TEST_SHARE, Generated, is_of
 from dapo_jax.tasks.rows import DataError
 from dapo_jax.tasks.templates import templated
 from dapo_jax.types import Example, Verdict
@@ -31,7 +31,7 @@ GENERATOR_SECONDS = 3600.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ReasoningGym:
+class ReasoningGym(Generated):
     """Problems of one generator; train and test share no question.
 
     name: of the generator. config: arguments of it, as {"max_terms": 4}. The reward is the scorer's
@@ -39,9 +39,6 @@ class ReasoningGym:
     """
 
     name: str
-    count: int = 10_000
-    seed: int = 0
-    split: str = "train"
     config: Mapping = dataclasses.field(default_factory=dict)
 
     def load(self) -> list[Example]:

@@ -14,10 +14,9 @@ import numpy as np
 import sentencepiece
 from absl import app, flags
 
-from dapo_jax.tasks.arithmetic import generate, worked_solution
+from dapo_jax.tasks.arithmetic import Arithmetic, worked_solution
 from dapo_jax.tasks.templates import PROMPT_TEMPLATE
-from dapo_jax.tasks.tokenizer import load_tokenizer
-from experiments.tiny_base.supervised import fit, save
+from experiments.tiny_base.supervised import fit
 from models.hf import load_params
 from models.parameters import ModelConfig
 from models.qwen2 import PRESETS
@@ -41,7 +40,8 @@ flags.DEFINE_integer("num_steps", 5_000, "Optimizer steps.", lower_bound=1)
 def solved_problems(count: int, seed: int, *, flawed: bool, levels=LEVELS):
     """`count` (prompt text, solution text) pairs of the train split."""
     rng = np.random.default_rng([SEED, seed])
-    for problem in generate(levels, count, int(rng.integers(2**62)), split="train"):
+    problems = Arithmetic(levels=levels, count=count, seed=int(rng.integers(2**62))).problems()
+    for problem in problems:
         ramble = RAMBLE if rng.random() < RAMBLERS else 0.0
         flaws = {"wrong": WRONG_STEPS, "ramble": ramble, "unformatted": UNFORMATTED}
         solution = worked_solution(problem, rng, **{k: v * flawed for k, v in flaws.items()})
@@ -87,23 +87,17 @@ def pretrain(
     """
     out.mkdir(parents=True, exist_ok=True)
     train_tokenizer(out / "tokenizer.model", config.vocab_size)
-    tokenizer = load_tokenizer(out, stop_tokens=None, chat="none")
-    graph, params = split(Transformer(config, key=jax.random.key(SEED)))
     if start:
         params = load_params(start, config, dtype="float32")
-    params = fit(
-        graph,
-        params,
-        lambda seed, step: solved_problems(
-            1_000, seed, flawed=step >= num_steps * (1 - FLAWED_SHARE), levels=levels
-        ),
-        tokenizer,
-        num_steps=num_steps,
-        rows=ROWS,
-        row_tokens=ROW_TOKENS,
-        peak_rate=2e-3,
-    )
-    save(params, config, out)
+    else:
+        _, params = split(Transformer(config, key=jax.random.key(SEED)))
+    sound_steps = num_steps * (1 - FLAWED_SHARE)
+
+    def pairs_of(seed: int, step: int):
+        return solved_problems(1_000, seed, flawed=step >= sound_steps, levels=levels)
+
+    how = {"num_steps": num_steps, "rows": ROWS, "row_tokens": ROW_TOKENS}
+    fit(config, params, pairs_of, out, **how, peak_rate=2e-3)
 
 
 if __name__ == "__main__":

@@ -16,11 +16,11 @@ from absl import logging
 from flax import nnx
 
 from dapo_jax.logprobs import Softmax, head_loss
-from dapo_jax.tasks.tokenizer import Tokenizer
+from dapo_jax.tasks.tokenizer import Tokenizer, load_tokenizer
 from models.hf import save_hf
 from models.kernels.packed import packed_attention
 from models.parameters import ModelConfig
-from models.transformer import segment_positions
+from models.transformer import abstract_params, segment_positions
 from sharding.mesh import make_mesh
 
 
@@ -42,21 +42,19 @@ def packed_batches(
     def all_batches():
         step = 0
         for seed in itertools.count():
-            filled = [([], [], [])]
+            filled = [[]]  # rows of (token, segment, whether it is a target)
             for prompt, solution in pairs_of(seed, step):
                 prompt_ids, ids = tokenizer.encode(prompt), [*tokenizer.encode(solution), eos]
                 ids = ids[: row_tokens - len(prompt_ids)]
-                if len(filled[-1][0]) + len(prompt_ids) + len(ids) > row_tokens:
-                    filled.append(([], [], []))
-                tokens, segments, targets = filled[-1]
-                segments += [1 + (segments[-1] if segments else 0)] * (len(prompt_ids) + len(ids))
-                tokens += prompt_ids + ids
-                targets += [0] * len(prompt_ids) + [1] * len(ids)
+                if len(filled[-1]) + len(prompt_ids) + len(ids) > row_tokens:
+                    filled.append([])
+                row = filled[-1]
+                segment = 1 + (row[-1][1] if row else 0)
+                row += [(id, segment, 0) for id in prompt_ids] + [(id, segment, 1) for id in ids]
             for i in range(0, len(filled) - rows + 1, rows):
                 batch = np.zeros((3, rows, row_tokens), np.int32)
                 for b, row in enumerate(filled[i : i + rows]):
-                    for k, values in enumerate(row):
-                        batch[k, b, : len(values)] = values
+                    batch[:, b, : len(row)] = np.transpose(row)
                 yield batch
                 step += 1
 
@@ -64,21 +62,24 @@ def packed_batches(
 
 
 def fit(
-    graph,
+    config: ModelConfig,
     params,
     pairs_of: Callable[[int, int], Iterable[tuple[str, str]]],
-    tokenizer: Tokenizer,
+    out: pathlib.Path,
     *,
     num_steps: int,
     rows: int,
     row_tokens: int,
     peak_rate: float,
-):
-    """Minimises the solutions' cross-entropy by AdamW on a warm-up and cosine; returns params.
+) -> None:
+    """Minimises the solutions' cross-entropy by AdamW on a warm-up and cosine; saves the model.
 
-    graph, params: `models.transformer.split` of the model. pairs_of, rows, row_tokens: of
-    `packed_batches`. peak_rate: the greatest learning rate.
+    out: a directory with the tokenizer, whose weights are written over: in bfloat16, half the size
+    in the repository. pairs_of, rows, row_tokens: of `packed_batches`. peak_rate: the greatest
+    learning rate.
     """
+    tokenizer = load_tokenizer(out, stop_tokens=None, chat="none")
+    graph, _ = abstract_params(config)
     schedule = optax.warmup_cosine_decay_schedule(0.0, peak_rate, num_steps // 25, num_steps, 1e-4)
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1)
@@ -121,11 +122,6 @@ def fit(
         if (i + 1) % 100 == 0:
             seconds = time.monotonic() - start_seconds
             logging.info("step %d  loss %.4f  %.0f s", i + 1, loss, seconds)
-    return params
-
-
-def save(params, config: ModelConfig, out: pathlib.Path) -> None:
-    """Writes the weights over those in `out`, in bfloat16: half the size in the repository."""
     for old in ("config.json", "model.safetensors"):
         (out / old).unlink(missing_ok=True)
     save_hf(params, config, out, dtype="bfloat16")

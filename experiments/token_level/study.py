@@ -6,7 +6,7 @@ from dapo_jax.report import statistics
 from dapo_jax.report.compare import Quantity, last
 from dapo_jax.report.runs import column
 from experiments.forks_base.task import LOOP_LINE_TOKENS
-from experiments.study import Claim, Study
+from experiments.study import ACCURACY, TOKENS, Claim, Study
 
 EARLY_STEPS = 10  # in which most loops are unlearned
 
@@ -50,25 +50,8 @@ STUDY = Study(
         "token_mean": "algo.loss_aggregation=token_mean",
         "sequence_mean": "algo.loss_aggregation=sequence_mean",
     },
-    quantities=(
-        LOOPS,
-        WRONG,
-        EARLY_LOOPS,
-        EARLY_WRONG,
-        last("accuracy, %", "accuracy/mean", scale=100),
-        last("response tokens", "response_tokens/mean"),
-    ),
-    drawn={
-        "task/loop_lines": "lines in loops a response",
-        "response_tokens/wrong": "length of wrong answers, tokens",
-        "accuracy/mean": "accuracy of the sampled responses",
-    },
-    claims=(
-        Claim(LOOPS, "token_mean", -1, "sequence_mean"),
-        Claim(WRONG, "token_mean", -1, "sequence_mean"),
-    ),
-    post_hoc=(
-        Claim(EARLY_LOOPS, "token_mean", -1, "sequence_mean"),
-        Claim(EARLY_WRONG, "token_mean", -1, "sequence_mean"),
-    ),
+    quantities=(LOOPS, WRONG, EARLY_LOOPS, EARLY_WRONG, ACCURACY, TOKENS),
+    drawn=("task/loop_lines", "response_tokens/wrong", "accuracy/mean"),
+    claims=[Claim(it, "token_mean", -1, "sequence_mean") for it in (LOOPS, WRONG)],
+    post_hoc=[Claim(it, "token_mean", -1, "sequence_mean") for it in (EARLY_LOOPS, EARLY_WRONG)],
 )
