@@ -11,18 +11,17 @@ import sys
 from collections.abc import Mapping
 
 import jax
-from ml_collections import ConfigDict
 
-from configs.compare import ROOT, as_json
-from dapo_jax.logs.files import append_line, json_digest
+from configs.compare import ROOT
+from dapo_jax.logs.files import json_line, read_starts, write_file
 from dapo_jax.process import hosts
 
 NAME = "starts.jsonl"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
-def add_start(workdir: pathlib.Path, config: ConfigDict, about: Mapping) -> None:
-    """Appends this start to the run's starts.jsonl, with `about`, what else is known of it.
+def add_start(workdir: pathlib.Path, about: Mapping) -> None:
+    """Adds this start to the run's starts.jsonl, with `about`, what else is known of it.
 
     The main process alone calls it.
     """
@@ -37,10 +36,8 @@ def add_start(workdir: pathlib.Path, config: ConfigDict, about: Mapping) -> None
         **code_version(ROOT),
         "versions": {"python": sys.version.partition(" ")[0], **versions},
         "devices": {"kind": kind, "count": jax.device_count(), "processes": hosts.count()},
-        "config_digest": json_digest(as_json(config)),
     }
-    path.touch()
-    append_line(path, start | about)
+    write_file(path, b"".join(map(json_line, [*read_starts(path), start | about])))
 
 
 def code_version(root: pathlib.Path) -> dict:

@@ -1,10 +1,8 @@
 """The page of runs: one HTML file of pictures and tables, with its pictures in it, no scripts."""
 
 import base64
-import contextlib
 import itertools
 import pathlib
-import zlib
 from collections.abc import Mapping, Sequence
 
 import jinja2
@@ -49,10 +47,7 @@ def samples(runs: Mapping[str, Run]) -> list[list[str]]:
 
 
 def _responses(path: pathlib.Path) -> list[list[str]]:
-    rows = []
-    with contextlib.suppress(EOFError, OSError, ValueError, zlib.error):  # cut or broken: its start
-        firsts = (row for row in read_rollouts(path) if not row.get("sample"))
-        rows.extend(itertools.islice(firsts, SAMPLES))
+    firsts = (row for row in read_rollouts(path) if not row.get("sample"))
     return [
         [
             shortened(problem_of(row["prompt"]).strip(), limit=SHOWN_CHARS),
@@ -62,5 +57,5 @@ def _responses(path: pathlib.Path) -> list[list[str]]:
             f"{row['tokens']:,}",
             f"{row['reward']:.3g}",
         ]
-        for row in rows
+        for row in itertools.islice(firsts, SAMPLES)
     ]

@@ -125,6 +125,13 @@ def column(rows: Sequence[Mapping], key: str) -> np.ndarray:
     return np.array([row.get(key) for row in rows], dtype=np.float64)  # of None makes NaN
 
 
+def points(run: Run, key: str | tuple[str, str]) -> Mapping[int, float | None]:
+    """Finished steps -> value of a key of the rows, or of a pair of the evaluations."""
+    if isinstance(key, tuple):
+        return run.evaluations.get(key, {})
+    return {row["step"]: row.get(key) for row in run.rows}
+
+
 def tokens_before(rows: Sequence[Mapping]) -> dict[int, float]:
     """Finished steps -> tokens sampled before, by the parent too where the run is a fork."""
     total, drawn = "sampled_tokens_total", "engine/drawn_tokens"
