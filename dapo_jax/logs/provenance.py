@@ -42,12 +42,12 @@ def add_start(workdir: pathlib.Path, about: Mapping) -> None:
 
 def code_version(root: pathlib.Path) -> dict:
     """The commit of the code, and whether files differ from it; None each without git's say."""
-    git = ["git", "--no-optional-locks", "-C", root, "describe", "--always", "--dirty"]
+    # By name: a folder around it may have one too.
+    git = ["git", "--no-optional-locks", f"--git-dir={root / '.git'}", f"--work-tree={root}"]
+    describe = ["describe", "--always", "--dirty", "--exclude=*", "--abbrev=40"]
     about = {"capture_output": True, "text": True, "timeout": 10, "check": True}
     try:
-        if not (root / ".git").exists():  # a folder around it may have one
-            raise FileNotFoundError
-        done = subprocess.run([*git, "--exclude=*", "--abbrev=40"], **about)
+        done = subprocess.run([*git, *describe], **about)
         commit, dirty, _ = done.stdout.partition("-dirty")
         return {"commit": commit.strip(), "changed": bool(dirty)}
     except (OSError, subprocess.SubprocessError):  # no git, another user's files, a slow disk

@@ -37,7 +37,7 @@ def topology_devices(topology: str, *, slices: int):
     try:
         return topologies.get_topology_desc(
             platform="tpu",
-            topology_name=f"{chip.name}:{topology.partition(':')[2]}",
+            topology_name=topology,
             num_slices=slices,
             **dict(chip.description),
         ).devices

@@ -9,8 +9,8 @@ import jinja2
 
 from dapo_jax.logs.files import read_rollouts
 from dapo_jax.printable import conversation, shortened
-from dapo_jax.report import compare
-from dapo_jax.report.runs import Run, by_arm, summary_lines
+from dapo_jax.report import compare, plots
+from dapo_jax.report.runs import Run, summary_lines
 from dapo_jax.tasks.templates import problem_of
 
 SAMPLES = 8  # of a step, each to another problem
@@ -19,13 +19,13 @@ SHOWN_CHARS = 1_500  # of a problem and of a response
 
 def render(runs: Mapping[str, Run], *, pictures: Sequence[bytes] = (), baseline: str = "") -> str:
     """Renders the page of runs by label, with PNG files; all text in it is escaped."""
-    arms, (tables, short) = list(by_arm(runs)), compare.tables(runs, baseline=baseline)
-    several, text = len(runs) > 1, pathlib.Path(__file__).with_name("page.html.j2").read_text()
+    tables, short = compare.tables(runs, baseline=baseline)
+    text = pathlib.Path(__file__).with_name("page.html.j2").read_text()
     template = jinja2.Template(text, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     return template.render(
-        title=f"{len(runs)} runs of {len(arms)} arms" if several else next(iter(runs)),
+        title=plots.titled(runs),
         short=short,
-        compared=tables if several else [],
+        compared=tables if len(runs) > 1 else [],
         method=compare.METHOD,
         summaries={label: summary_lines(run) for label, run in runs.items()},
         pictures=[base64.b64encode(picture).decode() for picture in pictures],

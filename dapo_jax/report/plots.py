@@ -78,7 +78,7 @@ def panels(runs: Mapping[str, Run]) -> list[Panel]:
 
 def curves(runs: Mapping[str, Run]) -> Figure:
     """A run, or the arms of several over each other, over the steps: the panels of METRICS."""
-    return chosen(runs, panels(runs), title=_title(runs))
+    return chosen(runs, panels(runs), title=titled(runs))
 
 
 def accuracy_vs_tokens(runs: Mapping[str, Run]) -> Figure:
@@ -89,7 +89,7 @@ def accuracy_vs_tokens(runs: Mapping[str, Run]) -> Figure:
     """
     scores = {"training samples": ACCURACY} | mean_scores(runs)
     shown = [Panel(name, "share", {name: key}) for name, key in scores.items()]
-    title = f"accuracy at equal sampling budgets: {_title(runs)}"
+    title = f"accuracy at equal sampling budgets: {titled(runs)}"
     return chosen(runs, shown, title=title, over_tokens=True)
 
 
@@ -128,7 +128,7 @@ def png(figure: Figure) -> bytes:
     return file.getvalue()
 
 
-def _title(runs: Mapping[str, Run]) -> str:
+def titled(runs: Mapping[str, Run]) -> str:
     """Names a single run, or counts runs and arms; explains the bands."""
     if len(runs) == 1:
         return shortened(next(iter(runs)), limit=2 * LABEL)

@@ -12,7 +12,7 @@ import numpy as np
 
 from dapo_jax.logs.display import format_duration
 from dapo_jax.logs.files import read_json, read_rows, read_starts
-from dapo_jax.logs.metrics import METRICS, TASK, Metric, score_metric
+from dapo_jax.logs.metrics import METRICS, TASK, score_metric
 
 AVERAGED_STEPS = 10  # first and last values of noisy rows are means over at most so many steps
 
@@ -155,25 +155,23 @@ def changes(run: Run) -> dict[str, str]:
     Evaluations compare the first file with the last. Metrics compare the means over a tenth of the
     rows at either end, 1 to AVERAGED_STEPS of them. Where higher is better, the best one follows.
     """
-    result = {}
-    for (name, score), values in run.evaluations.items():
-        metric = score_metric(f"eval/{name}/{score}")
-        result[f"{name} {score}"] = _change(metric, list(values), np.array([*values.values()]), 1)
-    edge = min(AVERAGED_STEPS, max(1, len(run.rows) // 10))
-    for metric in METRICS:
-        values = column(run.rows, metric.key)
-        valid = np.isfinite(values)
-        if metric.summary and valid.any():
-            steps = column(run.rows, "step")[valid]
-            result[metric.summary] = _change(metric, steps, values[valid], edge)
-    return result
-
-
-def _change(metric: Metric, steps: Sequence[float], values: np.ndarray, edge: int) -> str:
-    shown = values[:edge].mean(), values[-edge:].mean(), values.max()
-    first, last, best = (metric.text(float(value)).strip() for value in shown)
-    at = f"   best {best} at step {steps[values.argmax()]:.0f}" if metric.higher_is_better else ""
-    return f"{first:>8} -> {last:>8}{at}"
+    many = min(AVERAGED_STEPS, max(1, len(run.rows) // 10))
+    rows = [(metric.summary, metric.key, metric, many) for metric in METRICS if metric.summary]
+    scores = [
+        (f"{name} {score}", (name, score), score_metric(f"eval/{name}/{score}"), 1)
+        for name, score in run.evaluations
+    ]
+    found = {}
+    for name, key, metric, edge in (*scores, *rows):
+        pairs = np.array([*points(run, key).items()], np.float64)
+        steps, values = pairs[np.isfinite(pairs[:, 1])].T
+        if len(values):
+            shown = values[:edge].mean(), values[-edge:].mean(), values.max()
+            first, last, best = (metric.text(value).strip() for value in shown)
+            found[name] = f"{first:>8} -> {last:>8}"
+            if metric.higher_is_better:
+                found[name] += f"   best {best} at step {steps[values.argmax()]:.0f}"
+    return found
 
 
 def totals(run: Run) -> dict[str, str]:
