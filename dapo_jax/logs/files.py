@@ -103,7 +103,7 @@ def append_log(workdir: pathlib.Path, text: str) -> None:
 
 
 def read_starts(path: pathlib.Path) -> list[dict]:
-    """Reads starts.jsonl, but for a part of a line, left by a kill in the middle of it."""
+    """Reads starts.jsonl, but for broken lines: earlier versions could leave one when killed."""
     starts = []
     for line in path.read_bytes().splitlines() if path.is_file() else ():
         with contextlib.suppress(ValueError):

@@ -90,10 +90,8 @@ def flatten(tree: Mapping, prefix: str = "") -> dict[str, object]:
     """{"algo": {"eps_low": 0.2}} -> {"algo.eps_low": 0.2}."""
     flat = {}
     for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            flat.update(flatten(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
+        inner = flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {}
+        flat |= inner or {f"{prefix}{key}": value}
     return flat
 
 
@@ -111,13 +109,12 @@ def complete(runs: Mapping[str, Run]) -> tuple[dict[str, Run], list[str]]:
         arm: max(run.config.get("num_steps", 0) for run in of_seed.values())
         for arm, of_seed in by_arm(runs).items()
     }
-    missing = {
+    short = {
         label: f"{label} has {run.finished_steps} of {steps} steps"
         for label, run in runs.items()
         if run.finished_steps < (steps := wanted[run.arm or label])
     }
-    kept = {label: run for label, run in runs.items() if label not in missing}
-    return kept, list(missing.values())
+    return {label: runs[label] for label in runs if label not in short}, list(short.values())
 
 
 def column(rows: Sequence[Mapping], key: str) -> np.ndarray:

@@ -69,10 +69,10 @@ class Runner:
 
     def _attempt(self, point: Point) -> bool:
         """Runs a point's process to its end; tells whether the point is done."""
-        begin, log = time.monotonic(), point.workdir / LOG
-        point.workdir.mkdir(parents=True, exist_ok=True)
         if self.stopped:
             return False
+        begin, log = time.monotonic(), point.workdir / LOG
+        point.workdir.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as out:
             process = subprocess.Popen(
                 [*self._program, *point.arguments],
