@@ -43,23 +43,18 @@ def locked(folder: pathlib.Path) -> contextlib.AbstractContextManager:
 def write_file(path: pathlib.Path, content: bytes) -> None:
     """Writes a file that appears under `path` complete or not at all.
 
-    The bytes go to PATH.tmp, which is synced and renamed at the end, and removed after an error;
-    the next writer of `path` replaces one that a killed process left. Its folder is made, the one
-    around it is not: a run whose folder was moved shall not begin another there.
+    The bytes go to PATH.tmp, which is synced and renamed at the end; the next writer of `path`
+    replaces one that an error or a kill left. Its folder is made, the one around it is not: a run
+    whose folder was moved shall not begin another there.
     """
     temporary = path.with_name(f"{path.name}.tmp")
     with _naming(path):
         path.parent.mkdir(exist_ok=True)
-        try:
-            with temporary.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        except BaseException:
-            with contextlib.suppress(OSError):  # the folder may be gone: the first error counts
-                temporary.unlink()
-            raise
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
 
 
 @contextlib.contextmanager
@@ -74,21 +69,16 @@ def _naming(path: pathlib.Path) -> Iterator[None]:
 
 
 def append_line(path: pathlib.Path, row: Mapping) -> None:
-    """Appends a row to a file of JSON lines and syncs it; a write that fails leaves no part of it.
+    """Appends a row to a file of JSON lines and syncs it; an error or a kill may leave a part.
 
-    The file has to be there: a run whose rows, or whose folder, somebody moved has to stop.
+    `read_rows` drops that part, and `begin_rows` takes it out. The file has to be there: a run
+    whose rows, or whose folder, somebody moved has to stop.
     """
-    with _naming(path), path.open("r+b", buffering=0) as file:
-        size = file.seek(0, os.SEEK_END)
-        line = json_line(row)
-        try:
-            while line:
-                line = line[file.write(line) :]
-            os.fsync(file.fileno())
-        except OSError:
-            with contextlib.suppress(OSError):
-                file.truncate(size)
-            raise
+    with _naming(path), path.open("r+b") as file:
+        file.seek(0, os.SEEK_END)
+        file.write(json_line(row))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def append_log(workdir: pathlib.Path, text: str) -> None:

@@ -35,15 +35,17 @@ def render(runs: Mapping[str, Run], *, pictures: Sequence[bytes] = (), baseline:
 
 def samples(runs: Mapping[str, Run]) -> list[list[str]]:
     """Lists the page's samples of each arm, of the first and last step that it has written."""
-    found, arms = [], set()
+    written = {}
     for label, run in runs.items():
         files = (run.workdir / "rollouts").glob("[0-9]*.jsonl.gz") if run.workdir else ()
-        steps = {int(file.name.split(".")[0]): file for file in files}
-        if steps and (arm := run.arm or label) not in arms:
-            arms.add(arm)
-            for step in dict.fromkeys((min(steps), max(steps))):
-                found += [[label, str(step), *cells] for cells in _responses(steps[step])]
-    return found
+        if steps := {int(file.name.split(".")[0]): file for file in files}:
+            written.setdefault(run.arm or label, (label, steps))
+    return [
+        [label, str(step), *cells]
+        for label, steps in written.values()
+        for step in dict.fromkeys((min(steps), max(steps)))
+        for cells in _responses(steps[step])
+    ]
 
 
 def _responses(path: pathlib.Path) -> list[list[str]]:

@@ -131,12 +131,10 @@ def points(run: Run, key: str | tuple[str, str]) -> Mapping[int, float | None]:
 
 def tokens_before(rows: Sequence[Mapping]) -> dict[int, float]:
     """Finished steps -> tokens sampled before, by the parent too where the run is a fork."""
-    total, drawn = "sampled_tokens_total", "engine/drawn_tokens"
-    known = [row for row in rows if row.get(total) is not None]
-    spent = {row["step"] + 1: float(row[total]) for row in known}
-    if known and known[0]["step"] > 0 and known[0].get(drawn) is not None:
-        return {known[0]["step"]: float(known[0][total] - known[0][drawn])} | spent
-    return {0: 0.0} | spent
+    spent = {row["step"] + 1: float(row.get("sampled_tokens_total", 0)) for row in rows}
+    begin = rows[0]["step"]
+    drawn = rows[0].get("engine/drawn_tokens", spent[begin + 1])
+    return {begin: spent[begin + 1] - drawn} | spent
 
 
 def summary_lines(run: Run) -> list[str]:
