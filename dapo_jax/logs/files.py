@@ -114,7 +114,7 @@ def json_line(value) -> bytes:
 
     A float reads back as the same double.
     """
-    text = json.dumps(value, default=lambda array: array.tolist())
+    text = json.dumps(value, default=lambda it: dict(it) if hasattr(it, "keys") else it.tolist())
     return json.dumps(json.loads(text, parse_constant=lambda _: None)).encode() + b"\n"
 
 

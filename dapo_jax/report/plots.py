@@ -26,8 +26,6 @@ ACCURACY = "accuracy/mean"  # shares a panel with the evaluations
 COLUMNS = 3  # panels beside each other
 PANEL_INCHES = 4.5
 LABEL = 48  # characters of a name in a legend
-
-
 Key = str | tuple[str, str]  # of a run's rows, or of its evaluations
 
 
