@@ -89,14 +89,13 @@ def _downloaded(key: str, name: str, revision: str | None, *, weights=True) -> t
     url = f"{library.constants.ENDPOINT}/{'datasets/' if file else ''}{repo}"
     what = f"{key} = {name!r}"
     library.utils.logging.set_verbosity_error()  # what it warns of is in our line
-    library.utils.disable_progress_bars()  # they go into logs too
+    if not sys.stderr.isatty():
+        library.utils.disable_progress_bars()  # they go into logs too
     try:
         with contextlib.suppress(OSError):  # the next call says it, unless the cache will do
             todo = [it.file_size or 0 for it in call(dry_run=True) if it.will_download]
             if todo and hosts.is_main_host():
                 print(f"{what}: downloading {sum(todo) / 2**20:,.1f} MiB", file=sys.stderr)
-        if sys.stderr.isatty():
-            library.utils.enable_progress_bars()
         place = pathlib.Path(call())
     except Exception as error:
         if getattr(error, "errno", None) is not None:  # the disk's

@@ -254,11 +254,10 @@ def panels(drawn: Sequence[str]) -> list[plots.Panel]:
     for key in drawn:
         title = TITLES[key]
         if key.startswith("eval/"):
-            metric, curve = score_metric(key), plots.evaluation_curve(*key.split("/", 2)[1:])
+            metric, of = score_metric(key), tuple(key.split("/", 2)[1:])
         else:
-            metric = Metric(key, "", "") if key.startswith(TASK) else metrics[key]
-            curve = plots.metric_curve(key, title)
-        found.append(plots.Panel(title, metric.unit, [curve]))
+            metric, of = Metric(key, "", "") if key.startswith(TASK) else metrics[key], key
+        found.append(plots.Panel(title, metric.unit, {title: of}))
     return found
 
 

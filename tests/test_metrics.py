@@ -184,7 +184,7 @@ def test_a_log_gets_one_aligned_line_a_step(capsys, monkeypatch):
     def run(display):
         display.phase("rollout: 3/32 informative groups")
         display.step(ROW)
-        display.step({"step": 13, "reward/mean": 0.25, "entropy": None})
+        display.step({"step": 13, "reward/mean": 0.25, "entropy": None, "seconds/total": 10.0})
         monkeypatch.setattr("dapo_jax.logs.display.QUIET_SECONDS", 0.0)
         display.phase("rollout: 24/32 informative groups")
 

@@ -93,7 +93,7 @@ def test_tensorboard_has_scores_at_their_step(tmp_path, monkeypatch):
     board, added = writers.TensorBoard({}, tmp_path, None), []
     monkeypatch.setattr(board._writer, "add_scalar", lambda *given: added.append(given))
     board.evaluation(3, SCORES)
-    board.step({"step": 3, "entropy": 0.25, "kl": None} | SCORES)
+    board.step({"step": 3, "entropy": 0.25} | SCORES)
     assert added == [("eval/a/mean@8", 0.5, 3), ("entropy", 0.25, 3)]
 
 

@@ -36,12 +36,10 @@ def define_config(
 
 
 def read_config(arguments: Sequence[str]) -> ConfigDict:
-    """Returns the config of a command line's --config flags; ValueError, in one line."""
-    return _config_flag(arguments).value
+    """Returns the config of a command line's --config flags, whatever others are there.
 
-
-def _config_flag(arguments: Sequence[str]) -> flags.Flag:
-    """Parses the --config flags of a command line, whatever others are there."""
+    Raises ValueError, in one line.
+    """
     argv, flag_values = ["", *arguments], flags.FlagValues()
     define_config(flag_values=flag_values, argv=argv)
     flag_values.set_gnu_getopt()  # to go on behind another flag's value
@@ -49,7 +47,7 @@ def _config_flag(arguments: Sequence[str]) -> flags.Flag:
         flag_values(argv, known_only=True)
     except (flags.Error, AttributeError, KeyError, OSError) as error:
         raise ValueError(error_line(error)) from None
-    return flag_values["config"]
+    return flag_values["config"].value
 
 
 class ConfigParser(ConfigFileFlagParser):
@@ -132,13 +130,13 @@ def error_line(error: BaseException) -> str:
 def help_text(arguments: Sequence[str]) -> str:
     """Returns what `--help` prints of every key of a command's config, or of the defaults."""
     is_named = any(re.match("--?config(=|$)", argument) for argument in arguments)
-    flag = _config_flag([*["--config=configs/base.py"] * (not is_named), *arguments])
+    config = read_config([*["--config=configs/base.py"] * (not is_named), *arguments])
     lines = [
-        f"Keys of the config, with their values in {flag.config_filename};",
-        "--config.KEY=VALUE sets one. *: not the default, which then follows in parentheses.",
+        "Keys of the config, with their values; --config.KEY=VALUE sets one.",
+        "*: not the default, which then follows in parentheses.",
         "",
     ]
-    for name, value in base.leaves(flag.value):
+    for name, value in base.leaves(config):
         key = base.key_of(name)
         changed = value != key.default
         meaning = f"{key.meaning} ({key.default!r})" if changed else key.meaning

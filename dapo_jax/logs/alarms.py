@@ -42,10 +42,9 @@ def require_finite(tree, where: str, *, advice: str = "give another one") -> Non
     where: what the arrays are, as a message begins.
     """
     # Not in one program: on a CPU what it compares of all arrays would lie in memory at once.
-    bad = [name for name, leaf in named(tree).items() if not hosts.fetch(_is_finite(leaf))]
-    if bad:
-        more = f" (and in {len(bad) - 1} more arrays)" if len(bad) > 1 else ""
-        raise ValueError(f"{where}: {bad[0]} has values that are not finite{more}; {advice}")
+    for name, leaf in named(tree).items():
+        if not hosts.fetch(_is_finite(leaf)):
+            raise ValueError(f"{where}: {name} has values that are not finite; {advice}")
 
 
 _is_finite = jax.jit(all_finite)

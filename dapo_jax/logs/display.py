@@ -61,9 +61,8 @@ class Display:
 
     def step(self, row: Mapping) -> None:
         """Shows a finished step's row (the keys of metrics.jsonl; missing ones show as '-')."""
-        self._done = int(row["step"]) + 1
-        if row.get("seconds/total") is not None:
-            self._step_seconds.append(float(row["seconds/total"]))
+        self._done = row["step"] + 1
+        self._step_seconds.append(row["seconds/total"])
         digits = len(str(self._num_steps))
         step = f"step {row['step']:>{digits}} ({self._done:>{digits}}/{self._num_steps})"
         metrics = (f"{m.line} {m.text(row.get(m.key))}" for m in METRICS if m.line)
@@ -94,8 +93,8 @@ class Display:
     def _eta(self) -> str:
         if not self._step_seconds:
             return "-"
-        remaining_steps = max(0, self._num_steps - self._done)
-        return format_duration(statistics.median(self._step_seconds) * remaining_steps)
+        left = self._num_steps - self._done
+        return format_duration(statistics.median(self._step_seconds) * left)
 
 
 def described(row: Mapping) -> str:

@@ -10,7 +10,6 @@ import hashlib
 import io
 import itertools
 import json
-import math
 import os
 import pathlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,18 +20,17 @@ import filelock
 LOG, LOCK = "log.txt", "run.lock"
 
 
-@contextlib.contextmanager
-def locked(folder: pathlib.Path) -> Iterator[None]:
-    """Holds the lock of a folder, which is made if absent: at most one running process has it.
+def locked(folder: pathlib.Path) -> contextlib.AbstractContextManager:
+    """Takes the lock of a folder, which is made if absent: at most one running process has it.
 
-    Raises ValueError where another process does. The kernel's lock ends with its process; where a
-    file system has none (a bucket mounted as a folder), the lock file of a dead host is removed by
-    hand.
+    Leaving the returned context gives it back. Raises ValueError where another process has it. The
+    kernel's lock ends with its process; where a file system has none (a bucket mounted as a
+    folder), the lock file of a dead host is removed by hand.
     """
     path = folder / LOCK
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        held = filelock.FileLock(path).acquire(blocking=False)
+        return filelock.FileLock(path).acquire(blocking=False)
     except filelock.Timeout:
         last = (read_starts(folder / "starts.jsonl") or [{}])[-1]
         who = "process {pid} on {host}, since {time}; ".format(**last) if "pid" in last else ""
@@ -40,30 +38,23 @@ def locked(folder: pathlib.Path) -> Iterator[None]:
             f"{folder} belongs to a run that is going on ({who}{path}); end that one, or give "
             "another --workdir (and checkpoint.directory)"
         ) from None
-    with held:
-        yield
 
 
 def write_file(path: pathlib.Path, content: bytes) -> None:
     """Writes a file that appears under `path` complete or not at all.
 
-    The bytes go to PATH.tmp, which is synced and renamed at the end, and removed after an error;
-    the next writer of `path` replaces one that a killed process left. Its folder is made, the one
-    around it is not: a run whose folder was moved shall not begin another there.
+    The bytes go to PATH.tmp, which is synced and renamed at the end; the next writer of `path`
+    replaces one that an error or a kill left. Its folder is made, the one around it is not: a run
+    whose folder was moved shall not begin another there.
     """
     temporary = path.with_name(f"{path.name}.tmp")
     with _naming(path):
         path.parent.mkdir(exist_ok=True)
-        try:
-            with temporary.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        except BaseException:
-            with contextlib.suppress(OSError):  # the folder may be gone: the first error counts
-                temporary.unlink()
-            raise
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
 
 
 @contextlib.contextmanager
@@ -78,22 +69,16 @@ def _naming(path: pathlib.Path) -> Iterator[None]:
 
 
 def append_line(path: pathlib.Path, row: Mapping) -> None:
-    """Appends a row to a file of JSON lines and syncs it; a write that fails leaves no part of it.
+    """Appends a row to a file of JSON lines and syncs it; an error or a kill may leave a part.
 
-    The file has to be there: a run whose rows, or whose folder, somebody moved has to stop.
+    `read_rows` drops that part, and `begin_rows` takes it out. The file has to be there: a run
+    whose rows, or whose folder, somebody moved has to stop.
     """
-    with _naming(path), path.open("r+b", buffering=0) as file:
-        size = file.seek(0, os.SEEK_END)
-        torn = size and os.pread(file.fileno(), 1, size - 1) != b"\n"  # by a kill in a line
-        line = b"\n" * torn + json_line(row)
-        try:
-            while line:
-                line = line[file.write(line) :]
-            os.fsync(file.fileno())
-        except OSError:
-            with contextlib.suppress(OSError):
-                file.truncate(size)
-            raise
+    with _naming(path), path.open("r+b") as file:
+        file.seek(0, os.SEEK_END)
+        file.write(json_line(row))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def append_log(workdir: pathlib.Path, text: str) -> None:
@@ -108,7 +93,7 @@ def append_log(workdir: pathlib.Path, text: str) -> None:
 
 
 def read_starts(path: pathlib.Path) -> list[dict]:
-    """Reads starts.jsonl, but for a part of a line, left by a kill in the middle of it."""
+    """Reads starts.jsonl, but for broken lines: earlier versions could leave one when killed."""
     starts = []
     for line in path.read_bytes().splitlines() if path.is_file() else ():
         with contextlib.suppress(ValueError):
@@ -124,22 +109,13 @@ def read_json(path: pathlib.Path) -> dict:
     raise ValueError(f"{path} is not JSON of an object, it may be cut short: put back a copy of it")
 
 
-def plain_value(value):
-    """A JSON-ready copy: 0-d arrays become Python scalars, NaN and infinities become None."""
-    if isinstance(value, Mapping):
-        return {key: plain_value(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain_value(item) for item in value]
-    if hasattr(value, "ndim"):
-        value = plain_value(value.tolist())
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
-
-
 def json_line(value) -> bytes:
-    """One value as a line of strict JSON; a float reads back as the same double."""
-    return json.dumps(plain_value(value), allow_nan=False).encode() + b"\n"
+    """One value as a line of strict JSON: arrays are lists or scalars, NaN and infinities null.
+
+    A float reads back as the same double.
+    """
+    text = json.dumps(value, default=lambda it: dict(it) if hasattr(it, "keys") else it.tolist())
+    return json.dumps(json.loads(text, parse_constant=lambda _: None)).encode() + b"\n"
 
 
 def json_digest(value: Any) -> str:

@@ -84,15 +84,14 @@ class Step:
         return self.stats.sampled_tokens + self.rollouts.continued_tokens - self.partial_tokens
 
     @property
-    def trained(self) -> list[Response]:
-        """The responses that the updates are of."""
-        return [r for p in self.rollouts.kept for r in self.rollouts.sampled[p].responses]
+    def aging(self) -> list[Response]:
+        """The trained responses where groups go on from step to step; elsewhere none."""
+        kept = self.rollouts.kept if self.partial_rollouts else ()
+        return [response for p in kept for response in self.rollouts.sampled[p].responses]
 
     def mean_age(self, of: Callable[[Response], int]) -> float | None:
         """Averages over the trained tokens; None without partial rollouts."""
-        if not (self.partial_rollouts and self.trained):
-            return None
-        return sum(map(of, self.trained)) / self.rollouts.kept_tokens
+        return sum(map(of, self.aging)) / self.rollouts.kept_tokens if self.aging else None
 
     def mean_length(self, *, correct: bool) -> float | None:
         """Mean tokens of the right or of the wrong responses; None where there are none."""
@@ -131,8 +130,7 @@ class Metric:
         """The value as a person reads it, as wide as the format says; '-' where it is missing."""
         if value is None:
             return "-".rjust(len(self.form.format(0)))
-        whole = isinstance(value, int) and self.form == Metric.form
-        return str(value) if whole else self.form.format(value)
+        return self.form.format(value)
 
 
 NOT_AVERAGED = ("taken", "bad", "empty", "on_policy")  # of what an update returns
@@ -215,8 +213,7 @@ METRICS: list[Metric] = [
     Metric("staleness/mean_steps", "steps", "Mean age of the trained tokens.",
            lambda s: s.mean_age(lambda r: sum(r.ends))),
     Metric("staleness/max_steps", "steps", "Age of the oldest trained token.",
-           lambda s: max(sum(map(bool, r.ends)) for r in s.trained)
-           if s.partial_rollouts and s.trained else None),
+           lambda s: max((sum(map(bool, r.ends)) for r in s.aging), default=None)),
     Metric("updates", "updates", "Updates taken; the metrics below are means over them.",
            lambda s: len(s.taken)),
     Metric("updates_skipped", "updates", "Updates skipped because a value was not finite.",
@@ -314,19 +311,14 @@ def step_row(step: Step) -> dict[str, float]:
         **{f"{TASK}{name}": mean for name, mean in mean_measures(step.responses).items()},
         **step.evaluation,
     }
-    row = {
-        metric.key: given.get(metric.key) if metric.value is None else metric.value(step)
-        for metric in METRICS
-    }
-    row |= {key: value for key, value in given.items() if key not in row}
-    row = {
-        key: value.item() if isinstance(value, np.generic | np.ndarray) else value
-        for key, value in row.items()
-        if value is not None
-    }
-    for key, value in row.items():
-        if not isinstance(value, bool | int | float):
-            raise TypeError(f"metric {key!r} of step {step.step} is not a number: {value!r}")
+    found = dict.fromkeys(metric.key for metric in METRICS) | given  # in the order of the table
+    found |= {metric.key: metric.value(step) for metric in METRICS if metric.value}
+    row = {}
+    for key, value in found.items():
+        if value is not None:
+            row[key] = value.item() if isinstance(value, np.generic | np.ndarray) else value
+            if not isinstance(row[key], bool | int | float):
+                raise TypeError(f"metric {key!r} of step {step.step} is not a number: {value!r}")
     return row
 
 
@@ -340,7 +332,7 @@ class Stopwatch:
     def __init__(self, annotate: Callable = contextlib.nullcontext):
         self._annotate = annotate
         self._start_seconds = time.perf_counter()
-        self._phase_seconds: dict[str, float] = {}
+        self._phase_seconds = collections.Counter()
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -349,8 +341,7 @@ class Stopwatch:
             with self._annotate(phase):
                 yield
         finally:
-            spent = time.perf_counter() - start_seconds
-            self._phase_seconds[phase] = self._phase_seconds.get(phase, 0.0) + spent
+            self._phase_seconds[phase] += time.perf_counter() - start_seconds
 
     def seconds(self) -> dict[str, float]:
         """Seconds so far of each phase in order of first use, and since the start as "total"."""

@@ -11,18 +11,17 @@ import sys
 from collections.abc import Mapping
 
 import jax
-from ml_collections import ConfigDict
 
-from configs.compare import ROOT, as_json
-from dapo_jax.logs.files import append_line, json_digest
+from configs.compare import ROOT
+from dapo_jax.logs.files import json_line, read_starts, write_file
 from dapo_jax.process import hosts
 
 NAME = "starts.jsonl"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
-def add_start(workdir: pathlib.Path, config: ConfigDict, about: Mapping) -> None:
-    """Appends this start to the run's starts.jsonl, with `about`, what else is known of it.
+def add_start(workdir: pathlib.Path, about: Mapping) -> None:
+    """Adds this start to the run's starts.jsonl, with `about`, what else is known of it.
 
     The main process alone calls it.
     """
@@ -37,20 +36,18 @@ def add_start(workdir: pathlib.Path, config: ConfigDict, about: Mapping) -> None
         **code_version(ROOT),
         "versions": {"python": sys.version.partition(" ")[0], **versions},
         "devices": {"kind": kind, "count": jax.device_count(), "processes": hosts.count()},
-        "config_digest": json_digest(as_json(config)),
     }
-    path.touch()
-    append_line(path, start | about)
+    write_file(path, b"".join(map(json_line, [*read_starts(path), start | about])))
 
 
 def code_version(root: pathlib.Path) -> dict:
     """The commit of the code, and whether files differ from it; None each without git's say."""
-    git = ["git", "--no-optional-locks", "-C", root, "describe", "--always", "--dirty"]
+    # By name: a folder around it may have one too.
+    git = ["git", "--no-optional-locks", f"--git-dir={root / '.git'}", f"--work-tree={root}"]
+    describe = ["describe", "--always", "--dirty", "--exclude=*", "--abbrev=40"]
     about = {"capture_output": True, "text": True, "timeout": 10, "check": True}
     try:
-        if not (root / ".git").exists():  # a folder around it may have one
-            raise FileNotFoundError
-        done = subprocess.run([*git, "--exclude=*", "--abbrev=40"], **about)
+        done = subprocess.run([*git, *describe], **about)
         commit, dirty, _ = done.stdout.partition("-dirty")
         return {"commit": commit.strip(), "changed": bool(dirty)}
     except (OSError, subprocess.SubprocessError):  # no git, another user's files, a slow disk

@@ -50,7 +50,7 @@ class Record(contextlib.AbstractContextManager):
         self._background = concurrent.futures.ThreadPoolExecutor(1)
         document, last_step = as_json(config), first_step - 1 if first_step > begin_step else None
         if self._is_main:
-            add_start(workdir, config, {"first_step": first_step, **about})
+            add_start(workdir, {"first_step": first_step, **about})
             for note in files.begin_rows(workdir, first_step, begin_step, last_row):
                 self.display.line(note)
             # Once the rows are cut: a killed run's look finished beside a config of fewer steps.

@@ -11,7 +11,7 @@ import json
 import pathlib
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from dapo_jax.logs.files import write_file
 from dapo_jax.outside import imported
@@ -23,10 +23,10 @@ INSTALL = {  # their init has resume="allow" by a run's own id or name, offline 
 }
 
 
-class Writer(Protocol):
+class Writer:
     """Takes a run's numbers; the main process alone makes and calls it, as the run goes on.
 
-    A call that takes long holds the run up.
+    A call that takes long holds the run up. One that gives `log` needs no `step` and `evaluation`.
     """
 
     def __init__(self, config: dict, workdir: pathlib.Path, resume_step: int | None):
@@ -36,14 +36,21 @@ class Writer(Protocol):
         but for what was timed.
         """
 
+    def log(self, values: Mapping[str, Any], step: int) -> None:
+        """Takes numbers of a step, or of the policy after so many steps."""
+
     def step(self, row: Mapping[str, Any]) -> None:
         """Takes a step's row, as metrics.jsonl has it; row["step"] counts from 0."""
+        # `evaluation` has had the scores in it, which are of the same step.
+        values = {key: value for key, value in row.items() if not key.startswith("eval/")}
+        self.log(values, values.pop("step"))
 
     def evaluation(self, finished_steps: int, scores: Mapping[str, float]) -> None:
         """Takes the scores (eval/<set>/<score>) of the policy after so many steps.
 
         The row of that step comes later, if there is one, and so may that of the step before.
         """
+        self.log(scores, finished_steps)
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Takes a few responses of a step, as rollouts/ has them; a class may lack this."""
@@ -52,7 +59,7 @@ class Writer(Protocol):
         """Ends, where the run is done or failed; a signal ends the run without this."""
 
 
-class TensorBoard:
+class TensorBoard(Writer):
     """TensorBoard's event files, in WORKDIR/tensorboard.
 
     After a kill equal rows may be there twice.
@@ -65,27 +72,20 @@ class TensorBoard:
         purge = None if resume_step is None else resume_step + 1
         self._writer = SummaryWriter(str(workdir / "tensorboard"), purge_step=purge)
 
-    def step(self, row: Mapping[str, Any]) -> None:
-        self._add({k: v for k, v in row.items() if not k.startswith("eval/")}, row["step"])
-
-    def evaluation(self, finished_steps: int, scores: Mapping[str, float]) -> None:
-        self._add(scores, finished_steps)
-
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         lines = (f"    {json.dumps(row)}" for row in rows)  # four spaces: code, in Markdown
         self._writer.add_text("samples", "\n".join(lines), step)
 
-    def _add(self, values: Mapping[str, Any], step: int) -> None:
+    def log(self, values: Mapping[str, Any], step: int) -> None:
         for key, value in values.items():
-            if key != "step" and value is not None:
-                self._writer.add_scalar(key, value, step)
+            self._writer.add_scalar(key, value, step)
         self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()
 
 
-class WandB:
+class WandB(Writer):
     """Weights & Biases. A resumed run goes on in the same one there, by the id in wandb_id.txt.
 
     WANDB_MODE=offline, WANDB_PROJECT and its other variables hold.
@@ -99,18 +99,12 @@ class WandB:
         self._run = wandb.init(config=config, dir=str(workdir), name=workdir.name, **settings)
         self._run.define_metric("*", step_metric="step")  # its own may not go back, as ours do
 
-    def step(self, row: Mapping[str, Any]) -> None:
-        self._log({key: value for key, value in row.items() if key != "step"}, row["step"])
-
-    def evaluation(self, finished_steps: int, scores: Mapping[str, float]) -> None:
-        self._log(scores, finished_steps)
-
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         columns = list(rows[0])
         data = [[row.get(column) for column in columns] for row in rows]
-        self._log({"samples": self._table(columns=columns, data=data)}, step)
+        self.log({"samples": self._table(columns=columns, data=data)}, step)
 
-    def _log(self, values: Mapping[str, Any], step: int) -> None:
+    def log(self, values: Mapping[str, Any], step: int) -> None:
         self._run.log({**values, "step": step})
 
     def close(self) -> None:
@@ -129,7 +123,7 @@ class Trackio(WandB):
         self._table, name = trackio.Table, f"{workdir.name}-{own_id(workdir)}"
         self._run = trackio.init("dapo_jax", name, config=config, resume="allow", embed=False)
 
-    def _log(self, values: Mapping[str, Any], step: int) -> None:
+    def log(self, values: Mapping[str, Any], step: int) -> None:
         self._run.log(dict(values), step=step)
 
 

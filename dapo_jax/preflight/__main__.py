@@ -17,14 +17,13 @@ from absl import flags
 from dapo_jax.cli import command
 from dapo_jax.cli.config_flags import define_config
 from dapo_jax.preflight import examine
-from dapo_jax.preflight.compile import DoesNotFit
 
 
 def main(_):
     given = flags.FLAGS
     try:
         found = examine.examine(given.config, given.topology, slices=given.slices)
-    except DoesNotFit as error:
+    except MemoryError as error:
         print(f"it does not fit: {error}\n{examine.ADVICE}")
         sys.exit(1)
     print("\n".join(found.lines()))

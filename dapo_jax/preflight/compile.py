@@ -1,8 +1,4 @@
-"""Compiles a config's own programs ahead of time, for TPUs that are not there.
-
-Needs the package libtpu, which holds the TPU's compiler: `make preflight` installs it beside the
-environment.
-"""
+"""Compiles a config's own programs ahead of time, for TPUs that are not there."""
 
 import concurrent.futures
 import os
@@ -30,10 +26,6 @@ COMPILER_ENVIRONMENT = {
 }
 
 
-class DoesNotFit(Exception):
-    """A program that needs more memory than there is."""
-
-
 def topology_devices(topology: str, *, slices: int):
     """Returns a topology's devices, which need not be there; ValueError where none is known."""
     jax.config.update("jax_platforms", "cpu")
@@ -45,7 +37,7 @@ def topology_devices(topology: str, *, slices: int):
     try:
         return topologies.get_topology_desc(
             platform="tpu",
-            topology_name=f"{chip.name}:{topology.partition(':')[2]}",
+            topology_name=topology,
             num_slices=slices,
             **dict(chip.description),
         ).devices
@@ -83,7 +75,7 @@ def lowered_programs(built: components.Programs) -> dict[str, jax.stages.Lowered
     row_tokens = learner.row_lengths(built.learning)[-1]
     if takes_old_logp(built.learning):
         programs["old_logprobs"] = built.lower_old_logprobs(row_tokens)
-    return programs | {"update": built.lower_update(row_tokens)}
+    return {"update": built.lower_update(row_tokens), **programs}  # the longest compiles first
 
 
 def compiled_programs(built: components.Programs) -> dict:
@@ -92,9 +84,7 @@ def compiled_programs(built: components.Programs) -> dict:
     lowered, workers = lowered_programs(built), os.cpu_count()
     say(f"{len(lowered)} programs to compile, {workers} at once; the update takes longest")
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-        longest_first = sorted(lowered, key=lambda name: name != "update")
-        jobs = {name: pool.submit(compiled, name, lowered[name]) for name in longest_first}
-        return {name: jobs[name].result() for name in lowered}
+        return dict(zip(lowered, pool.map(compiled, lowered, lowered.values()), strict=True))
 
 
 def say(message: str) -> None:
@@ -105,7 +95,7 @@ def say(message: str) -> None:
 def compiled(name: str, lowered: jax.stages.Lowered):
     """Returns XLA's analysis of a compiled program's memory on one device.
 
-    Raises DoesNotFit where the memory is too small.
+    Raises MemoryError where that is too small.
     """
     try:
         memory = lowered.compile().memory_analysis()
@@ -113,6 +103,6 @@ def compiled(name: str, lowered: jax.stages.Lowered):
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         said = next(line for line in str(error).splitlines() if "RESOURCE_EXHAUSTED" in line)
-        raise DoesNotFit(f"{name}: {said}") from error
+        raise MemoryError(f"{name}: {said}") from error
     say(f"compiled {name}")
     return memory

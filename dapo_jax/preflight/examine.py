@@ -17,8 +17,6 @@ from dapo_jax.preflight.compile import (
 )
 from dapo_jax.setup import auto_sizes, components, start
 from dapo_jax.setup.dry_run import device_bytes, memory
-from models.parameters import ModelConfig
-from models.transformer import abstract_params
 
 WANTED_HEADROOM = 0.10
 UPDATES = ("update", "old_logprobs")  # the learner's programs
@@ -81,8 +79,8 @@ class Findings:
 def examine(config: ConfigDict, topology: str, *, slices: int | None) -> Findings:
     """Compiles all programs of a config for a topology, and adds up the memory.
 
-    slices: None: the config's. Raises ValueError for settings that cannot work, DoesNotFit for a
-    program that does not.
+    slices: None: the config's. Raises ValueError for settings that cannot work, MemoryError for a
+    program that does not fit.
     """
     config, chip = without_weights(config), chip_of(topology)
     config.mesh.slices = slices = slices or config.mesh.slices
@@ -125,8 +123,3 @@ def memory_phases(built: components.Programs, programs: dict) -> dict[str, dict[
             parts = kept | {"sampler's weights": sampling["sampler's weights"]}
         phases[name] = parts | {"temporaries": program.temp_size_in_bytes}
     return phases
-
-
-def parameter_count(sizes: ModelConfig) -> int:
-    """Returns the number of the whole model's parameters."""
-    return sum(leaf.size for leaf in jax.tree.leaves(abstract_params(sizes)[1]))

@@ -61,12 +61,11 @@ def write_report(
 def main() -> None:
     parser = argparse.ArgumentParser("dapo_jax.report", allow_abbrev=False)
     paths = {"nargs": "+", "action": "extend", "default": []}
-    parser.add_argument("--workdir", **paths, help="a run's or sweep's folder, or a rows.jsonl.gz")
-    parser.add_argument("--evaluation", **paths, help="eval/*.json; those of one set are compared")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--workdir", **paths, help="a run's or sweep's folder, or a rows.jsonl.gz")
+    what.add_argument("--evaluation", **paths, help="eval/*.json; those of one set are compared")
     parser.add_argument("--baseline", default="", help="the arm to compare with; '': the first")
     given = parser.parse_args()
-    if not given.workdir and not given.evaluation:
-        parser.error("give --workdir=PATH or --evaluation=FILE")
     try:
         if given.evaluation:
             print("\n".join(evaluations.compared(given.evaluation)))

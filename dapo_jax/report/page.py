@@ -1,18 +1,16 @@
 """The page of runs: one HTML file of pictures and tables, with its pictures in it, no scripts."""
 
 import base64
-import contextlib
 import itertools
 import pathlib
-import zlib
 from collections.abc import Mapping, Sequence
 
 import jinja2
 
 from dapo_jax.logs.files import read_rollouts
 from dapo_jax.printable import conversation, shortened
-from dapo_jax.report import compare
-from dapo_jax.report.runs import Run, by_arm, summary_lines
+from dapo_jax.report import compare, plots
+from dapo_jax.report.runs import Run, summary_lines
 from dapo_jax.tasks.templates import problem_of
 
 SAMPLES = 8  # of a step, each to another problem
@@ -21,13 +19,13 @@ SHOWN_CHARS = 1_500  # of a problem and of a response
 
 def render(runs: Mapping[str, Run], *, pictures: Sequence[bytes] = (), baseline: str = "") -> str:
     """Renders the page of runs by label, with PNG files; all text in it is escaped."""
-    arms, (tables, short) = list(by_arm(runs)), compare.tables(runs, baseline=baseline)
-    several, text = len(runs) > 1, pathlib.Path(__file__).with_name("page.html.j2").read_text()
+    tables, short = compare.tables(runs, baseline=baseline)
+    text = pathlib.Path(__file__).with_name("page.html.j2").read_text()
     template = jinja2.Template(text, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     return template.render(
-        title=f"{len(runs)} runs of {len(arms)} arms" if several else next(iter(runs)),
+        title=plots.titled(runs),
         short=short,
-        compared=tables if several else [],
+        compared=tables if len(runs) > 1 else [],
         method=compare.METHOD,
         summaries={label: summary_lines(run) for label, run in runs.items()},
         pictures=[base64.b64encode(picture).decode() for picture in pictures],
@@ -37,22 +35,21 @@ def render(runs: Mapping[str, Run], *, pictures: Sequence[bytes] = (), baseline:
 
 def samples(runs: Mapping[str, Run]) -> list[list[str]]:
     """Lists the page's samples of each arm, of the first and last step that it has written."""
-    found, arms = [], set()
+    written = {}
     for label, run in runs.items():
         files = (run.workdir / "rollouts").glob("[0-9]*.jsonl.gz") if run.workdir else ()
-        steps = {int(file.name.split(".")[0]): file for file in files}
-        if steps and (arm := run.arm or label) not in arms:
-            arms.add(arm)
-            for step in dict.fromkeys((min(steps), max(steps))):
-                found += [[label, str(step), *cells] for cells in _responses(steps[step])]
-    return found
+        if steps := {int(file.name.split(".")[0]): file for file in files}:
+            written.setdefault(run.arm or label, (label, steps))
+    return [
+        [label, str(step), *cells]
+        for label, steps in written.values()
+        for step in dict.fromkeys((min(steps), max(steps)))
+        for cells in _responses(steps[step])
+    ]
 
 
 def _responses(path: pathlib.Path) -> list[list[str]]:
-    rows = []
-    with contextlib.suppress(EOFError, OSError, ValueError, zlib.error):  # cut or broken: its start
-        firsts = (row for row in read_rollouts(path) if not row.get("sample"))
-        rows.extend(itertools.islice(firsts, SAMPLES))
+    firsts = (row for row in read_rollouts(path) if not row.get("sample"))
     return [
         [
             shortened(problem_of(row["prompt"]).strip(), limit=SHOWN_CHARS),
@@ -62,5 +59,5 @@ def _responses(path: pathlib.Path) -> list[list[str]]:
             f"{row['tokens']:,}",
             f"{row['reward']:.3g}",
         ]
-        for row in rows
+        for row in itertools.islice(firsts, SAMPLES)
     ]

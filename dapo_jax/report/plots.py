@@ -8,7 +8,7 @@ import collections
 import dataclasses
 import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib import style
@@ -19,47 +19,29 @@ from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
 
 from dapo_jax.logs.metrics import METRICS, TASK
 from dapo_jax.printable import shortened
-from dapo_jax.report.runs import Run, by_arm, tokens_before
+from dapo_jax.report.runs import Run, by_arm, points, tokens_before
 from dapo_jax.report.statistics import nan_mean
 
 ACCURACY = "accuracy/mean"  # shares a panel with the evaluations
 COLUMNS = 3  # panels beside each other
 PANEL_INCHES = 4.5
 LABEL = 48  # characters of a name in a legend
-
-
-@dataclasses.dataclass(frozen=True)
-class Curve:
-    """A quantity: its name, and finished steps -> value of a run; few: drawn with markers."""
-
-    name: str
-    points: Callable[[Run], Mapping[int, float | None]]
-    few: bool = False
+Key = str | tuple[str, str]  # of a run's rows, or of its evaluations
 
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """A title, and the unit of the curves below it: a "ratio" has a logarithmic axis."""
+    """A title, and the curves below it, name -> key; a "ratio" as unit has a logarithmic axis."""
 
     title: str
     unit: str
-    curves: list[Curve]
+    curves: dict[str, Key]
 
 
-def metric_curve(key: str, name: str) -> Curve:
-    """A metric over the steps."""
-    return Curve(name, lambda run: {row["step"]: row.get(key) for row in run.rows})
-
-
-def evaluation_curve(name: str, score: str) -> Curve:
-    """A score of an evaluation set over the finished steps."""
-    return Curve(f"{name} {score}", lambda run: run.evaluations.get((name, score), {}), few=True)
-
-
-def mean_scores(runs: Mapping[str, Run]) -> list[Curve]:
+def mean_scores(runs: Mapping[str, Run]) -> dict[str, Key]:
     """The mean@k of the runs' evaluation sets, in order of first appearance."""
-    pairs = dict.fromkeys(pair for run in runs.values() for pair in run.evaluations)
-    return [evaluation_curve(*pair) for pair in pairs if pair[1].startswith("mean@")]
+    pairs = (pair for run in runs.values() for pair in run.evaluations)
+    return {" ".join(pair): pair for pair in pairs if pair[1].startswith("mean@")}
 
 
 def panels(runs: Mapping[str, Run]) -> list[Panel]:
@@ -71,31 +53,30 @@ def panels(runs: Mapping[str, Run]) -> list[Panel]:
     """
     rows = [row for run in runs.values() for row in run.rows]
     known = {key for row in rows for key, value in row.items() if value is not None}
-    drawn: list[tuple[str, str, Curve]] = []
+    drawn: list[tuple[str, str, str, Key]] = []
     for metric in METRICS:
         if metric.panel and metric.key in known:
-            name = metric.key.rpartition("/")[2].replace("_", " ")
-            of_metric = [metric_curve(metric.key, name)]
+            curves = {metric.key.rpartition("/")[2].replace("_", " "): metric.key}
             if metric.key == ACCURACY:
-                of_metric = [metric_curve(ACCURACY, "training"), *mean_scores(runs)]
-            drawn += [(metric.panel, metric.unit, curve) for curve in of_metric]
+                curves = {"training": ACCURACY} | mean_scores(runs)
+            drawn += [(metric.panel, metric.unit, *curve) for curve in curves.items()]
     for key in sorted(key for key in known if key.startswith(TASK)):
         name = key.removeprefix(TASK).replace("_", " ")
-        drawn.append((f"{name}, the task's own", "", metric_curve(key, name)))
+        drawn.append((f"{name}, the task's own", "", name, key))
     in_table = collections.Counter(metric.panel for metric in METRICS)
     here = collections.Counter(title for title, *_ in drawn)
     found: dict[str, Panel] = {}
-    for title, unit, curve in drawn:
+    for title, unit, name, key in drawn:
         alone = here[title] == 1 or len(by_arm(runs)) > 1
         if alone and max(here[title], in_table[title]) > 1:
-            title = f"{title}: {curve.name}"
-        found.setdefault(title, Panel(title, unit, [])).curves.append(curve)
+            title = f"{title}: {name}"
+        found.setdefault(title, Panel(title, unit, {})).curves[name] = key
     return list(found.values())
 
 
 def curves(runs: Mapping[str, Run]) -> Figure:
     """A run, or the arms of several over each other, over the steps: the panels of METRICS."""
-    return chosen(runs, panels(runs), title=_title(runs))
+    return chosen(runs, panels(runs), title=titled(runs))
 
 
 def accuracy_vs_tokens(runs: Mapping[str, Run]) -> Figure:
@@ -104,9 +85,9 @@ def accuracy_vs_tokens(runs: Mapping[str, Run]) -> Figure:
     Groups that dynamic sampling discards count: on this axis runs with and without it compare
     fairly. Over several seeds both are means.
     """
-    scores = [metric_curve(ACCURACY, "training samples"), *mean_scores(runs)]
-    shown = [Panel(curve.name, "share", [curve]) for curve in scores]
-    title = f"accuracy at equal sampling budgets: {_title(runs)}"
+    scores = {"training samples": ACCURACY} | mean_scores(runs)
+    shown = [Panel(name, "share", {name: key}) for name, key in scores.items()]
+    title = f"accuracy at equal sampling budgets: {titled(runs)}"
     return chosen(runs, shown, title=title, over_tokens=True)
 
 
@@ -145,7 +126,7 @@ def png(figure: Figure) -> bytes:
     return file.getvalue()
 
 
-def _title(runs: Mapping[str, Run]) -> str:
+def titled(runs: Mapping[str, Run]) -> str:
     """Names a single run, or counts runs and arms; explains the bands."""
     if len(runs) == 1:
         return shortened(next(iter(runs)), limit=2 * LABEL)
@@ -162,12 +143,12 @@ def _look(index: int) -> dict:
 def _panel(ax: Axes, arms: Sequence[Sequence[Run]], panel: Panel, *, over_tokens: bool) -> None:
     """Draws the curves of a panel: of several arms a colour an arm, of one a colour a curve."""
     ax.set_title(panel.title, loc="left", fontweight="bold", parse_math=False)
-    for kind, curve in enumerate(panel.curves):
+    for kind, (name, key) in enumerate(panel.curves.items()):
         for arm, runs in enumerate(arms):
             look = _look(kind if len(arms) == 1 else arm)
             if len(arms) == 1 and kind % 2:  # where two are equal both are seen
                 look["linestyle"] = "--"
-            _draw(ax, runs, curve, look, over_tokens=over_tokens)
+            _draw(ax, runs, key, look | {"label": name}, over_tokens=over_tokens)
     if len(panel.curves) > 1 and len(arms) == 1:
         ax.legend()
     if panel.unit == "share":
@@ -182,9 +163,9 @@ def _panel(ax: Axes, arms: Sequence[Sequence[Run]], panel: Panel, *, over_tokens
         ax.set_xlabel("finished rollout steps")
 
 
-def _draw(ax: Axes, runs: Sequence[Run], curve: Curve, look: dict, *, over_tokens: bool) -> None:
+def _draw(ax: Axes, runs: Sequence[Run], key: Key, look: dict, *, over_tokens: bool) -> None:
     """Draws the mean of an arm's seeds, thin and dashed where some lack a value, and their band."""
-    found = [curve.points(run) for run in runs]
+    found = [points(run, key) for run in runs]
     x = sorted(set().union(*found))
     y_SX = np.array([[of.get(step) for step in x] for of in found], np.float64)
     y_SX = np.where(np.isfinite(y_SX), y_SX, math.nan)
@@ -199,8 +180,8 @@ def _draw(ax: Axes, runs: Sequence[Run], curve: Curve, look: dict, *, over_token
     if len(runs) > 1:
         band = {"color": look["color"], "alpha": 0.15, "linewidth": 0}
         ax.fill_between(x, np.nanmin(y_SX, axis=0), np.nanmax(y_SX, axis=0), **band)
-    if curve.few or len(x) == 1:  # a line needs two points
+    if isinstance(key, tuple) or len(x) == 1:  # scores are few, and a line needs two points
         look = look | {"marker": "o"}
     if (some := count < count.max()).any():
-        ax.plot(x, y, **look | {"linewidth": 0.8, "linestyle": "--"})
-    ax.plot(x, np.where(some, np.nan, y), **look, label=curve.name)
+        ax.plot(x, y, **look | {"linewidth": 0.8, "linestyle": "--", "label": None})
+    ax.plot(x, np.where(some, np.nan, y), **look)

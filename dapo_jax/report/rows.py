@@ -16,7 +16,7 @@ from dapo_jax.report.runs import Run, sweep_label
 # The times of one machine are left out, but not the quantities of its schedule; evaluations have a
 # place of their own.
 LEFT_OUT = ("engine/", "seconds_in_rollout/", "eval/", "digest/")
-KEPT = ("engine/decode_steps", "engine/occupancy")
+KEPT = ("engine/decode_steps", "engine/drawn_tokens", "engine/occupancy")
 OF_A_START = ("time", "commit", "changed", "versions", "devices")  # not of the machine
 DIGITS = 6  # significant ones of a float
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from dapo_jax.logs.display import format_duration
 from dapo_jax.logs.files import read_json, read_rows, read_starts
-from dapo_jax.logs.metrics import METRICS, TASK, Metric, score_metric
+from dapo_jax.logs.metrics import METRICS, TASK, score_metric
 
 AVERAGED_STEPS = 10  # first and last values of noisy rows are means over at most so many steps
 
@@ -90,10 +90,8 @@ def flatten(tree: Mapping, prefix: str = "") -> dict[str, object]:
     """{"algo": {"eps_low": 0.2}} -> {"algo.eps_low": 0.2}."""
     flat = {}
     for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            flat.update(flatten(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
+        inner = flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {}
+        flat |= inner or {f"{prefix}{key}": value}
     return flat
 
 
@@ -111,13 +109,12 @@ def complete(runs: Mapping[str, Run]) -> tuple[dict[str, Run], list[str]]:
         arm: max(run.config.get("num_steps", 0) for run in of_seed.values())
         for arm, of_seed in by_arm(runs).items()
     }
-    missing = {
+    short = {
         label: f"{label} has {run.finished_steps} of {steps} steps"
         for label, run in runs.items()
         if run.finished_steps < (steps := wanted[run.arm or label])
     }
-    kept = {label: run for label, run in runs.items() if label not in missing}
-    return kept, list(missing.values())
+    return {label: runs[label] for label in runs if label not in short}, list(short.values())
 
 
 def column(rows: Sequence[Mapping], key: str) -> np.ndarray:
@@ -125,14 +122,19 @@ def column(rows: Sequence[Mapping], key: str) -> np.ndarray:
     return np.array([row.get(key) for row in rows], dtype=np.float64)  # of None makes NaN
 
 
+def points(run: Run, key: str | tuple[str, str]) -> Mapping[int, float | None]:
+    """Finished steps -> value of a key of the rows, or of a pair of the evaluations."""
+    if isinstance(key, tuple):
+        return run.evaluations.get(key, {})
+    return {row["step"]: row.get(key) for row in run.rows}
+
+
 def tokens_before(rows: Sequence[Mapping]) -> dict[int, float]:
     """Finished steps -> tokens sampled before, by the parent too where the run is a fork."""
-    total, drawn = "sampled_tokens_total", "engine/drawn_tokens"
-    known = [row for row in rows if row.get(total) is not None]
-    spent = {row["step"] + 1: float(row[total]) for row in known}
-    if known and known[0]["step"] > 0 and known[0].get(drawn) is not None:
-        return {known[0]["step"]: float(known[0][total] - known[0][drawn])} | spent
-    return {0: 0.0} | spent
+    spent = {row["step"] + 1: float(row.get("sampled_tokens_total", 0)) for row in rows}
+    begin = rows[0]["step"]
+    drawn = rows[0].get("engine/drawn_tokens", spent[begin + 1])
+    return {begin: spent[begin + 1] - drawn} | spent
 
 
 def summary_lines(run: Run) -> list[str]:
@@ -148,25 +150,23 @@ def changes(run: Run) -> dict[str, str]:
     Evaluations compare the first file with the last. Metrics compare the means over a tenth of the
     rows at either end, 1 to AVERAGED_STEPS of them. Where higher is better, the best one follows.
     """
-    result = {}
-    for (name, score), values in run.evaluations.items():
-        metric = score_metric(f"eval/{name}/{score}")
-        result[f"{name} {score}"] = _change(metric, list(values), np.array([*values.values()]), 1)
-    edge = min(AVERAGED_STEPS, max(1, len(run.rows) // 10))
-    for metric in METRICS:
-        values = column(run.rows, metric.key)
-        valid = np.isfinite(values)
-        if metric.summary and valid.any():
-            steps = column(run.rows, "step")[valid]
-            result[metric.summary] = _change(metric, steps, values[valid], edge)
-    return result
-
-
-def _change(metric: Metric, steps: Sequence[float], values: np.ndarray, edge: int) -> str:
-    shown = values[:edge].mean(), values[-edge:].mean(), values.max()
-    first, last, best = (metric.text(float(value)).strip() for value in shown)
-    at = f"   best {best} at step {steps[values.argmax()]:.0f}" if metric.higher_is_better else ""
-    return f"{first:>8} -> {last:>8}{at}"
+    many = min(AVERAGED_STEPS, max(1, len(run.rows) // 10))
+    rows = [(metric.summary, metric.key, metric, many) for metric in METRICS if metric.summary]
+    scores = [
+        (f"{name} {score}", (name, score), score_metric(f"eval/{name}/{score}"), 1)
+        for name, score in run.evaluations
+    ]
+    found = {}
+    for name, key, metric, edge in (*scores, *rows):
+        pairs = np.array([*points(run, key).items()], np.float64)
+        steps, values = pairs[np.isfinite(pairs[:, 1])].T
+        if len(values):
+            shown = values[:edge].mean(), values[-edge:].mean(), values.max()
+            first, last, best = (metric.text(value).strip() for value in shown)
+            found[name] = f"{first:>8} -> {last:>8}"
+            if metric.higher_is_better:
+                found[name] += f"   best {best} at step {steps[values.argmax()]:.0f}"
+    return found
 
 
 def totals(run: Run) -> dict[str, str]:

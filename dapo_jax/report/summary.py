@@ -13,7 +13,7 @@ def conclude(workdir: pathlib.Path, *, was_finished: bool) -> bool:
         write_file(curves, plots.png(plots.curves({workdir.name: run})))
     lines = [*runs.summary_lines(run), f"curves: {curves}"]
     if was_finished:
-        done = run.rows[-1]["step"] + 1
+        done = run.finished_steps
         more = f"raise num_steps to go on, as --config.num_steps={2 * done}"
         lines.insert(0, f"finished: {done} of {done} steps in {workdir}; {more}")
     print("\n".join(lines))

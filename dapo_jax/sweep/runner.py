@@ -24,6 +24,7 @@ from dapo_jax.sweep.plan import Point
 TRAIN = (sys.executable, "-m", "dapo_jax.train")
 LOG = "output.txt"  # log.txt is the run's own
 TRIES = 3  # of a run that does not come to its end
+POLL_SECONDS = 0.05
 GPU_MEMORY = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 SHOWN_LINES, SHOWN_CHARACTERS = 5, 300  # of a failed run's output
 
@@ -43,16 +44,11 @@ class Runner:
         self.done = len(points) - len(self.failed)
         self.stopped = False
         self._slots = itertools.count()
-        self._running: set[subprocess.Popen] = set()
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of what is said and counted
 
     def stop(self, _signal: str = "") -> None:
-        """Sends SIGTERM to all running points, which save; `run` returns when they have ended."""
-        with self._lock:
-            if not self.stopped:  # once: at its end a process no longer catches a signal
-                self.stopped = True
-                for process in self._running:
-                    process.terminate()
+        """Has all running points stopped, which save; `run` returns when they have ended."""
+        self.stopped = True
 
     def run(self) -> None:
         """Runs all points that are not done, until none is left or `stop` is called."""
@@ -73,11 +69,11 @@ class Runner:
 
     def _attempt(self, point: Point) -> bool:
         """Runs a point's process to its end; tells whether the point is done."""
+        if self.stopped:
+            return False
         begin, log = time.monotonic(), point.workdir / LOG
         point.workdir.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as out, self._lock:
-            if self.stopped:
-                return False
+        with log.open("ab") as out:
             process = subprocess.Popen(
                 [*self._program, *point.arguments],
                 stdin=subprocess.DEVNULL,
@@ -86,12 +82,13 @@ class Runner:
                 env=environment(self._jobs),
                 start_new_session=True,  # a terminal's Ctrl-C is passed on by `stop`, once
             )
-            self._running.add(process)
-            print(f"{point.label} begins: {log}", flush=True)
+        print(f"{point.label} begins: {log}", flush=True)
+        while process.poll() is None and not self.stopped:
+            time.sleep(POLL_SECONDS)
+        process.terminate()  # once, if it runs: at its end a process no longer catches a signal
         status = process.wait()
         done = status == 0 and is_done(point)
         with self._lock:
-            self._running.remove(process)
             self.done += done
             end = "stopped and saved" if status == hosts.RETRYABLE else f"ended with {status}"
             text = f"[{self.done}/{self._points}] {point.label}: {'done' if done else end}, "

@@ -12,7 +12,6 @@ from absl import app, flags
 
 from dapo_jax.preflight import examine
 from dapo_jax.preflight.chips import GIB
-from dapo_jax.preflight.compile import DoesNotFit
 from dapo_jax.report.compare import table
 from experiments.benchmarks import common
 
@@ -50,7 +49,7 @@ def row_of(config_name: str, topology: str, slices: int, settings: dict) -> tupl
     row = [config_name, where, ", ".join(f"{key} {value}" for key, value in settings.items())]
     try:
         found = examine.examine(config, topology, slices=slices)
-    except DoesNotFit as error:
+    except MemoryError as error:
         return [*row, f"does not fit: {error}", "", ""], False
     sampling, update = (
         max(size for name, size in found.totals.items() if (name == "update") == updates) / GIB

@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from absl import flags
+from clu.parameter_overview import count_parameters
 from jax.sharding import AbstractMesh
 from ml_collections import ConfigDict
 
@@ -33,7 +34,6 @@ from dapo_jax.packing import plan_update
 from dapo_jax.preflight.__main__ import define_flags
 from dapo_jax.preflight.chips import Chip, chip_of
 from dapo_jax.preflight.compile import topology_devices, without_weights
-from dapo_jax.preflight.examine import parameter_count
 from dapo_jax.rollout import IDLE_SHARE
 from dapo_jax.sampler.cache import Cache, decode_sizes
 from dapo_jax.sampler.engine import token_bytes
@@ -41,6 +41,7 @@ from dapo_jax.sampler.scheduler import Scheduler
 from dapo_jax.setup import auto_sizes, checks, components
 from models.kernels import kernels_for
 from models.parameters import ModelConfig
+from models.transformer import abstract_params
 from sharding import rules
 from sharding.mesh import AXES
 
@@ -77,7 +78,8 @@ class Device:
     def weights(self) -> int:
         """Counts what a step multiplies with: all but an embedding that is not the head too."""
         s = self.sizes
-        return parameter_count(s) - (0 if s.tie_embeddings else s.vocab_size * s.width)
+        unused = 0 if s.tie_embeddings else s.vocab_size * s.width
+        return count_parameters(abstract_params(s)[1]) - unused
 
     @functools.cached_property
     def active(self) -> int:
