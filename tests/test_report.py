@@ -1,6 +1,7 @@
 """Reports: what is read of runs, drawn, put on a page, and compared."""
 
 import dataclasses
+import gzip
 import html
 import json
 import math
@@ -204,6 +205,11 @@ def test_samples_are_of_the_first_and_the_last_step(tmp_path):
     assert found[0][2:] == ["What is 1+1?", shown, "wrong: None, answer 2", "5", "-1"]
     assert found[1][4] == "truncated: None, answer 2"
     assert found[2][3] == "[assistant] <b>5\n[environment] no"
+    # A file that is cut costs its end only, a broken one all of it.
+    write_rollouts(path := tmp_path / "rollouts" / "3.jsonl.gz", [_response("1" * 99)] * 2000)
+    path.write_bytes(path.read_bytes()[:-20])
+    (tmp_path / "rollouts" / "29.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": '))
+    assert [row[1] for row in page.samples({"run": one})] == ["3"] * page.SAMPLES
 
 
 def test_arms_are_compared_on_the_seeds_they_share():
@@ -251,7 +257,7 @@ def test_a_fork_is_compared_with_its_parent_from_where_it_begins():
     runs = {"whole": Run(rows, {}, config), "fork": Run(rows[29:], {}, config)}
     ((_, heads, means), (_, _, differences)), _ = compare.tables(runs)
     assert means[0][1:] == means[1][1:]
-    assert means[0][heads.index("sampled tokens, thousands")] == "30"
+    assert means[0][heads.index("sampled tokens, thousands")] == "1"
     assert {row[3] for row in differences} <= {"+0.0", "+0.000", "+0"}
 
 

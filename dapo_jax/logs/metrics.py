@@ -130,7 +130,8 @@ class Metric:
         """The value as a person reads it, as wide as the format says; '-' where it is missing."""
         if value is None:
             return "-".rjust(len(self.form.format(0)))
-        return self.form.format(value)
+        whole = isinstance(value, int) and self.form == Metric.form
+        return str(value) if whole else self.form.format(value)
 
 
 NOT_AVERAGED = ("taken", "bad", "empty", "on_policy")  # of what an update returns

@@ -201,13 +201,19 @@ def tables(runs: Mapping[str, Run], *, baseline: str = "") -> tuple[list[Table],
 def since_all_run(runs: Mapping[str, Run]) -> dict[str, Run]:
     """Returns the runs from the first step that all of them have: a fork has none of its parent's.
 
-    Tokens are still those of the whole run, its parent's among them.
+    Tokens are counted from there too, where a run has the step before.
     """
     begin = max(run.rows[0]["step"] for run in runs.values())
-    rows = {label: [row for row in run.rows if row["step"] >= begin] for label, run in runs.items()}
-    return {
-        label: dataclasses.replace(run, rows=rows[label] or run.rows) for label, run in runs.items()
-    }
+    all_rows = [row for run in runs.values() for row in run.rows]
+    spent = max((row.get(TOKENS, 0) for row in all_rows if row["step"] == begin - 1), default=0)
+
+    found = {}
+    for label, run in runs.items():
+        rows = [row for row in run.rows if row["step"] >= begin]
+        if spent:
+            rows = [{**row, TOKENS: row[TOKENS] - spent} for row in rows]
+        found[label] = dataclasses.replace(run, rows=rows or run.rows)
+    return found
 
 
 def markdown(runs: Mapping[str, Run], *, baseline: str = "", title: str) -> str:

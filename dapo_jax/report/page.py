@@ -1,8 +1,10 @@
 """The page of runs: one HTML file of pictures and tables, with its pictures in it, no scripts."""
 
 import base64
+import contextlib
 import itertools
 import pathlib
+import zlib
 from collections.abc import Mapping, Sequence
 
 import jinja2
@@ -49,7 +51,10 @@ def samples(runs: Mapping[str, Run]) -> list[list[str]]:
 
 
 def _responses(path: pathlib.Path) -> list[list[str]]:
-    firsts = (row for row in read_rollouts(path) if not row.get("sample"))
+    rows = []
+    with contextlib.suppress(EOFError, OSError, ValueError, zlib.error):  # cut or broken: its start
+        firsts = (row for row in read_rollouts(path) if not row.get("sample"))
+        rows.extend(itertools.islice(firsts, SAMPLES))
     return [
         [
             shortened(problem_of(row["prompt"]).strip(), limit=SHOWN_CHARS),
@@ -59,5 +64,5 @@ def _responses(path: pathlib.Path) -> list[list[str]]:
             f"{row['tokens']:,}",
             f"{row['reward']:.3g}",
         ]
-        for row in itertools.islice(firsts, SAMPLES)
+        for row in rows
     ]
