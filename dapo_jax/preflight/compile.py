@@ -42,7 +42,8 @@ def topology_devices(topology: str, *, slices: int):
             **dict(chip.description),
         ).devices
     except Exception as error:  # of several kinds, all from the compiler
-        raise ValueError(f"--topology={topology}: {error}") from error
+        hint = "" if LIBTPU.exists() else "; `make preflight` installs the TPU's compiler"
+        raise ValueError(f"--topology={topology}: {error}{hint}") from error
 
 
 def without_weights(config: ConfigDict) -> ConfigDict:

@@ -256,7 +256,8 @@ def load_tokenizer(
     that do not fit; both name the setting to change.
     """
     path = epath.Path(path)
-    there = [name for name in FILES[:-1] if (path / name).exists()] if path.is_dir() else []
+    of_tokenizer = FILES[:-2]  # the last two are a model's too
+    there = [name for name in of_tokenizer if (path / name).exists()] if path.is_dir() else []
     if there not in ([], ["tokenizer.model"]):
         return HuggingFaceTokenizer(path, stop_tokens=stop_tokens, chat=chat, **template)
     model_file = path / "tokenizer.model" if there else path
