@@ -103,18 +103,6 @@ def init_state(params, learning: Learning) -> TrainState:
     return TrainState(params, optimizer(learning).init(params))
 
 
-def shardings_like_params(state: TrainState, param_shardings, replicated) -> TrainState:
-    """Gives an (abstract) state's shardings: moments lie where their parameters do."""
-    structure = jax.tree.structure(state.params)
-
-    def is_params(tree):
-        return jax.tree.structure(tree) == structure
-
-    return jax.tree.map(
-        lambda tree: param_shardings if is_params(tree) else replicated, state, is_leaf=is_params
-    )
-
-
 def cast(params, dtype):
     """Casts parameters to the compute dtype."""
     return jax.tree.map(lambda p: p.astype(dtype), params)
@@ -183,14 +171,12 @@ def make_batch(groups: Sequence[Group], advantage_PG: np.ndarray, learning: Lear
     which they were sampled; its Eq. 10 has the current policy's, the same in a step's first update.
     """
     s = learning
-    length_R = np.concatenate([group.length_G for group in groups])
-    mask_RT = np.arange(length_R.max()) < length_R[:, None]
-    responses = [response for group in groups for response in group.responses]
-    for mask_T, response in zip(mask_RT, responses, strict=True):
-        mask_T[: len(response.tokens_T)] = response.sampled_T
-    if s.overlong_filtering:
-        mask_RT &= np.concatenate([group.stopped_G for group in groups])[:, None]
-    mask_PGT = mask_RT.reshape(*advantage_PG.shape, -1)
+    longest = max(group.length_G.max() for group in groups)
+    mask_PGT = np.zeros((*advantage_PG.shape, longest), bool)
+    for p, g in np.ndindex(advantage_PG.shape):
+        response = groups[p].responses[g]
+        if response.stopped or not s.overlong_filtering:
+            mask_PGT[p, g, : len(response.tokens_T)] = response.sampled_T
     weight_PGT = token_weights(mask_PGT, mode=s.loss_aggregation, max_tokens=s.max_response_tokens)
     packed = pack(
         groups,

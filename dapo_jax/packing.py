@@ -55,9 +55,10 @@ def pack(
         for segment, (p, samples) in enumerate(pieces, start=1):
             prompt = groups[p].prompt.token_ids
             start, end = end, end + len(prompt) - 1
-            batch.tokens_BT[b, start:end] = prompt[:-1]
-            batch.target_BT[b, start:end] = prompt[1:]
-            batch.position_BT[b, start:end] = np.arange(len(prompt) - 1)
+            question = slice(start, end)
+            batch.tokens_BT[b, question] = prompt[:-1]
+            batch.target_BT[b, question] = prompt[1:]
+            batch.position_BT[b, question] = np.arange(len(prompt) - 1)
             for g in samples:
                 branch += 1
                 response = groups[p].responses[g]
@@ -74,8 +75,7 @@ def pack(
                 batch.is_response_BT[b, answer] = response.sampled_T
                 batch.is_on_policy_BT[b, answer] = not response.ends
                 if routes:
-                    of_prompt = slice(start, start + len(prompt) - 1)
-                    batch.route_BTLA[b, of_prompt] = response.route_TLA[: len(prompt) - 1]
+                    batch.route_BTLA[b, question] = response.route_TLA[: len(prompt) - 1]
                     batch.route_BTLA[b, answer] = response.route_TLA[len(prompt) - 1 :]
                 end = answer.stop
             batch.segment_BT[b, start:end] = segment

@@ -36,12 +36,11 @@ PADDED_SHAPE = (32, 257)  # the longest golden case
 @jit
 def padded_update(logp_RT, behavior_logp_RT, advantage_RT, weight_RT, clip):
     def loss(logp_RT):
-        loss_RT = algorithm.token_policy_loss(logp_RT, behavior_logp_RT, advantage_RT, **clip)
-        return jnp.sum(loss_RT * weight_RT), loss_RT
+        of_token = algorithm.token_policy_loss(logp_RT, behavior_logp_RT, advantage_RT, **clip)
+        return jnp.sum(of_token[0] * weight_RT), of_token
 
-    (total, loss_RT), gradient_RT = jax.value_and_grad(loss, has_aux=True)(logp_RT)
+    (total, (loss_RT, held)), gradient_RT = jax.value_and_grad(loss, has_aux=True)(logp_RT)
     log_ratio_RT = algorithm.clamped_log_ratio(logp_RT, behavior_logp_RT)
-    held = algorithm.clip_indicators(logp_RT, behavior_logp_RT, advantage_RT, **clip)
     return total, gradient_RT, {"loss": loss_RT, "log_ratio": log_ratio_RT, **held}
 
 

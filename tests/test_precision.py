@@ -192,7 +192,7 @@ def test_float32_is_float32_and_a_gpu_adds_up_in_one_order(monkeypatch, platform
     sampler, weights = built.engine.lower(SAMPLING), (built.state.params, built.start_weights)
     batch = learner.abstract_batch(built.learning, 48, built.mesh)
     built.reshard.lower(*weights)
-    built.lower_update(48)
+    built.lower_learner(48)
     built.old_logprobs.lower(*weights, batch)
     assert {name for name, *_ in sampler} == {"prefill", "recompute", "decode"}
     assert len(made) == len(sampler) + 3

@@ -62,8 +62,7 @@ class Snapshots:
         self._newest: collections.deque[Snapshot] = collections.deque(maxlen=2)
         self._changed = threading.Condition()
         self._closing = False
-        self._stop_name = ""  # the signal that stops the run
-        self._stopped_at: float | None = None  # when it came
+        self._stopped: tuple[str, float] | None = None  # by which signal, when it came
         self._error: BaseException | None = None
         self._orders = 0
         self._seconds = 0.0  # of `take`, not yet told
@@ -80,14 +79,14 @@ class Snapshots:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        if error is not None and not self._stopped_at:
+        if error is not None and not self._stopped:
             self._save_newest()
         # Behind the loss of a peer there is nobody to save with.
-        if error is None or self._stopped_at is not None or not hosts.lost_line(error):
+        if error is None or self._stopped or not hosts.lost_line(error):
             self._saver.join()
         self._stops.__exit__()
-        if kind is None:
-            self._raise_error()
+        if self._error and kind is None:
+            raise self._error
 
     def take(
         self, step: int, state: Any, progress: Progress, arrays: Mapping, *, force: bool = False
@@ -96,15 +95,13 @@ class Snapshots:
         start = time.monotonic()
         snapshot = Snapshot(step, host_copy(state), progress, arrays)
         with self._changed:
-            self._changed.wait_for(lambda: len(self._pending) < PENDING_CHECKPOINTS or self._error)
-            self._raise_error()
+            self._wait_for(lambda: len(self._pending) < PENDING_CHECKPOINTS)
             self._newest.append(snapshot)
             if force or step % self._every_steps == 0:
                 self._pending.append(snapshot)
             self._changed.notify_all()
             if force:
-                self._changed.wait_for(lambda: snapshot not in self._pending or self._error)
-                self._raise_error()
+                self._wait_for(lambda: snapshot not in self._pending)
         self._seconds += time.monotonic() - start
 
     def spent_seconds(self) -> float:
@@ -123,14 +120,15 @@ class Snapshots:
             self._closing = True
             self._changed.notify_all()
 
-    def _raise_error(self) -> None:
+    def _wait_for(self, holds: Callable[[], bool]) -> None:
+        """Waits until it holds; raises the error of a failed save."""
+        self._changed.wait_for(lambda: holds() or self._error)
         if self._error:
             raise self._error
 
     def _stop(self, name: str) -> None:
         with self._changed:
-            if self._stopped_at is None:
-                self._stop_name, self._stopped_at = name, time.monotonic()
+            self._stopped = self._stopped or (name, time.monotonic())
             self._changed.notify_all()
         if not hosts.is_main_host():  # the store may not answer, and a signal's listener not wait
             threading.Thread(target=hosts.kv_put, args=("stop", name), daemon=True).start()
@@ -170,36 +168,32 @@ class Snapshots:
         """Ends all processes: they wait for each other in a save, so none can go on without one."""
         lost = hosts.lost_line(error)
         line, status = (lost, hosts.RETRYABLE) if lost else failures.explain(error)
-        if self._stopped_at is not None:
-            line = f"{self._stop_name}: the newest step to resume at could not be saved: {line}"
+        if self._stopped:
+            line = f"{self._stopped[0]}: the newest step to resume at could not be saved: {line}"
             hosts.end(line, hosts.RETRYABLE)
-        with self._changed:
-            self._error = error
-            self._changed.notify_all()
-        if hosts.count() > 1:
-            hosts.end(lost or f"error: {line}", status)
+        hosts.end(lost or f"error: {line}", status)
 
     def _end(self, name: str, step: str = "") -> None:
         with self._changed:
-            self._stop_name, self._stopped_at = name, self._stopped_at or time.monotonic()
+            self._stopped = self._stopped or (name, time.monotonic())
         message = "no step to resume at is finished since the start: there is nothing to save"
         if step:
             saved = self._write(self._snapshot(int(step)))
-            seconds = time.monotonic() - self._stopped_at
+            seconds = time.monotonic() - self._stopped[1]
             when = f"after {seconds:.1f} s" if saved else "they were before"
             message = f"{step} finished steps are saved ({when}); give the command again"
         # Only the main process has a display: the others say it as well, for their own logs.
         say = self.say if hosts.is_main_host() else None
-        hosts.leave(f"{self._stop_name}: {message}", hosts.RETRYABLE, say=say)
+        hosts.leave(f"{name}: {message}", hosts.RETRYABLE, say=say)
 
     def _order(self) -> str:
         """Gives the main host's next order: `save STEP`, `stop NAME [STEP]` or `close`."""
         order = ""
         while not order:
             with self._changed:
-                if self._stopped_at is not None:
+                if self._stopped:
                     step = self._newest[-1].step if self._newest else ""
-                    order = f"stop {self._stop_name} {step}".strip()
+                    order = f"stop {self._stopped[0]} {step}".strip()
                 elif self._pending:
                     order = f"save {self._pending[0].step}"
                 elif self._closing:

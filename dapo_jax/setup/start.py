@@ -233,7 +233,7 @@ def open_run(
     streams = (training, *(components.eval_streams(config, planned.tokenizer) if sets else ()))
     with watch("compile"):
         say.phase("compiling the update")
-        update, old_logprobs = programs.compile_update(), programs.compile_old_logprobs()
+        of_learner = programs.compile_learner()
         say.phase("compiling the sampler")
         programs.engine.compile(*(stream.sampling for stream in streams))
     spent = watch.seconds()
@@ -248,8 +248,8 @@ def open_run(
         step_plan=components.step_plan(config, planned.data),
         sets=sets,
         streams=streams,
-        update=update,
-        old_logprobs=old_logprobs,
+        update=of_learner["update"],
+        old_logprobs=of_learner.get("old_logprobs"),
         seconds=spent | {"load": spent["total"] - spent["compile"]},
     )
     return run, state, progress

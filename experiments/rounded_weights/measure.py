@@ -295,7 +295,8 @@ def changed(one, other) -> float:
 def described(log_r_N, exact_N, advantage_N) -> dict[str, float]:
     """Describes log r: its size, how it scatters about float32's, and what Eq. 8 clips of it."""
     bounds = {"eps_low": 0.2, "eps_high": 0.28, "dual_clip": 10.0}
-    held = algorithm.clip_indicators(log_r_N, np.zeros_like(log_r_N), advantage_N, **bounds)
+    zero_N = np.zeros_like(log_r_N)
+    _, held = algorithm.token_policy_loss(log_r_N, zero_N, advantage_N, **bounds)
     return {
         "mean": float(np.abs(log_r_N).mean()),
         "extra_std": float((log_r_N - exact_N).std()),
