@@ -20,7 +20,7 @@ from configs.base import KEYS
 from dapo_jax.algorithm import importance_ratio, token_weights
 from dapo_jax.logprobs import Softmax, chosen_logprobs, head_loss, head_loss_of_rows
 from dapo_jax.losses import high_covariance, token_loss
-from dapo_jax.packing import into_micro_batches, pack
+from dapo_jax.packing import into_micro_batches, pack, plan_update
 from dapo_jax.process import hosts
 from dapo_jax.types import Batch, Group, Rollouts
 from models.kernels import Kernels
@@ -103,11 +103,6 @@ def init_state(params, learning: Learning) -> TrainState:
     return TrainState(params, optimizer(learning).init(params))
 
 
-def cast(params, dtype):
-    """Casts parameters to the compute dtype."""
-    return jax.tree.map(lambda p: p.astype(dtype), params)
-
-
 def spread(w, key):
     """Moves each weight to a random float32 of those that bfloat16 rounds as it rounds the weight.
 
@@ -129,7 +124,7 @@ def policy_weights(params, start_weights, learning: Learning):
     With LoRA the start's, and the adapted ones among them are float32 sums.
     """
     if learning.lora is None:
-        return cast(params, learning.compute_dtype)
+        return optax.tree.cast(params, learning.compute_dtype)
     with products_in("float32"):
         layers = adapted(start_weights["layers"], params["layers"], scale=learning.lora.scale)
     return start_weights | {"layers": layers}
@@ -140,7 +135,7 @@ def sampled_weights(params, start_weights, learning: Learning):
     if learning.lora is None or learning.compute_dtype == "float32":
         return policy_weights(params, start_weights, learning)
     layers = beside(start_weights["layers"], params["layers"], scale=learning.lora.scale)
-    return start_weights | {"layers": cast(layers, learning.compute_dtype)}
+    return start_weights | {"layers": optax.tree.cast(layers, learning.compute_dtype)}
 
 
 def row_lengths(learning: Learning) -> tuple[int, ...]:
@@ -178,15 +173,14 @@ def make_batch(groups: Sequence[Group], advantage_PG: np.ndarray, learning: Lear
         if response.stopped or not s.overlong_filtering:
             mask_PGT[p, g, : len(response.tokens_T)] = response.sampled_T
     weight_PGT = token_weights(mask_PGT, mode=s.loss_aggregation, max_tokens=s.max_response_tokens)
-    packed = pack(
-        groups,
-        advantage_PG,
-        weight_PGT.astype(np.float32),
+    plan = plan_update(
+        [len(group.prompt.token_ids) for group in groups],
+        [group.length_G.tolist() for group in groups],
         row_lengths=row_lengths(s),
         micro_batch_rows=s.micro_batch_rows,
         share_prompts=s.kernels.shares_prompts,
-        routes=s.routes,
     )
+    packed = pack(groups, advantage_PG, weight_PGT.astype(np.float32), *plan, routes=s.routes)
     if s.policy_loss == "kl_cov":
         packed.is_high_cov_BT[:] = high_covariance(
             packed.behavior_logp_BT, packed.advantage_BT, packed.weight_BT > 0, share=s.kl_cov_share

@@ -29,24 +29,17 @@ def pack(
     groups: Sequence[Group],
     advantage_PG: np.ndarray,
     weight_PGT: np.ndarray,
+    rows: Sequence[Sequence[Piece]],
+    row_tokens: int,
     *,
-    row_lengths: Sequence[int],
-    micro_batch_rows: int,
-    share_prompts: bool,
     routes: tuple[int, ...] = (),
 ) -> Batch:
-    """Packs the responses of all groups into the rows that `plan_update` finds: a [B, T] batch.
+    """Packs the responses of all groups into the rows of a plan: a [B, T] batch.
 
-    weight_PGT: each token's weight in the loss, from algorithm.token_weights. routes: (L, A) where
-    the responses have routes. What no piece covers stays zero.
+    weight_PGT: each token's weight in the loss, from algorithm.token_weights. rows, row_tokens:
+    from `plan_update`. routes: (L, A) where the responses have routes. What no piece covers stays
+    zero.
     """
-    rows, row_tokens = plan_update(
-        [len(group.prompt.token_ids) for group in groups],
-        [group.length_G.tolist() for group in groups],
-        row_lengths=row_lengths,
-        micro_batch_rows=micro_batch_rows,
-        share_prompts=share_prompts,
-    )
     shape = (len(rows), row_tokens)
     fields = {name: np.zeros(shape, dtype) for name, dtype in Batch.row_fields(routes).items()}
     batch = Batch(**fields, num_micro=None)

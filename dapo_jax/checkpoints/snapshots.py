@@ -16,6 +16,7 @@ newest snapshot, and leaves when all is saved.
 
 import collections
 import dataclasses
+import functools
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -32,6 +33,7 @@ PENDING_CHECKPOINTS = 2  # the one being saved included; `take` waits while ther
 POLL_SECONDS = 0.5
 FAILED = "failed"  # put where a signal's name would be: an exception ends the run
 HOST_MEMORY = "pinned_host"  # JAX's kind of the host's memory that devices copy to directly
+_copied = functools.partial(jax.tree.map, jnp.copy)  # one function, which JAX compiles once
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -239,9 +241,4 @@ def host_copy(state):
         of = leaf.sharding
         return of.with_memory_kind(HOST_MEMORY) if HOST_MEMORY in kinds else of
 
-    # One function for all calls: JAX compiles it once for the same shapes and shardings.
     return jax.jit(_copied, out_shardings=jax.tree.map(on_host, state))(state)
-
-
-def _copied(state):
-    return jax.tree.map(jnp.copy, state)

@@ -96,7 +96,7 @@ class Programs:
 
         def init():
             params = split(Transformer(self.sizes, key=key(config, INIT_STREAM)))[1]
-            return learner.cast(params, dtype)
+            return optax.tree.cast(params, dtype)
 
         return jax.jit(init, out_shardings=self.weight_shardings)()
 
@@ -306,7 +306,7 @@ def programs(config: ConfigDict, vocab_size: int, *, devices=None) -> Programs:
     constants = learning(config, vocab_size, kernels, routes=sizes.routes)
     graph, params = abstract_params(sizes)
     shardings = rules.param_shardings(mesh, param_axes(params), params, rules.LEARNER)
-    weights = jax.eval_shape(lambda p: learner.cast(p, config.model.compute_dtype), params)
+    weights = jax.eval_shape(lambda p: optax.tree.cast(p, config.model.compute_dtype), params)
     trained = abstract_adapters(sizes, constants.lora) if constants.lora else params
     trained_shardings = rules.param_shardings(mesh, param_axes(trained), trained, rules.LEARNER)
     state = jax.eval_shape(functools.partial(learner.init_state, learning=constants), trained)

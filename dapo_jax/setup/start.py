@@ -101,10 +101,6 @@ class Run(Planned):
     old_logprobs: Callable | None
     seconds: dict[str, float]
 
-    def sampler_weights(self, params: dict) -> dict:
-        """Returns weights as the sampler shards them."""
-        return self.programs.reshard(params, self.start_weights)
-
     def evaluates_in(self, step: int) -> bool:
         """Returns whether the policy that a step samples is evaluated in the same session."""
         return bool(self.sets) and step % self.config.eval.every_steps == 0

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from configs import smollm2_135m, tiny
-from dapo_jax import algorithm, learner, train
+from dapo_jax import algorithm, learner, losses, train
 from dapo_jax.checkpoints.progress import Progress
 from dapo_jax.logs.metrics import Stopwatch
 from dapo_jax.process import hosts
@@ -199,7 +199,8 @@ def sampled(model: str, seed: int, workdir: pathlib.Path) -> Iterator[Step]:
         config = run.config
         rollouts, _, _ = train.sample(run, 0, state, Progress(), None, Stopwatch())
         reward_PG = train.reward(config, rollouts)
-        advantage_PG = train.advantage(config, rollouts, reward_PG)
+        scale = config.algo.advantage_scale
+        advantage_PG = losses.advantages(reward_PG, rollouts.kept, rollouts.length_PG, scale=scale)
         programs = run.programs
         batches = learner.minibatches(rollouts, advantage_PG, programs.learning, programs.mesh)
         yield Step(run, [*batches])
