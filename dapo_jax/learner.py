@@ -188,16 +188,16 @@ def make_batch(groups: Sequence[Group], advantage_PG: np.ndarray, learning: Lear
     return into_micro_batches(packed, num_micro=num_micro(s), rows=s.micro_batch_rows)
 
 
-def batch_shardings(mesh, *, routes=()) -> Batch:
+def batch_shardings(batch: Batch, mesh) -> Batch:
     """Shards a batch [M, B, T] by rows."""
-    rows = dict.fromkeys(Batch.row_fields(routes), rules.micro_batches(mesh))
-    return Batch(**rows, num_micro=rules.replicated(mesh))
+    rows, whole = rules.micro_batches(mesh), rules.replicated(mesh)
+    return jax.tree.map(lambda array: rows if array.ndim else whole, batch)
 
 
 def minibatch(groups, advantage_PG, learning: Learning, mesh) -> Batch:
     """Makes one update's batch on the mesh."""
-    shardings = batch_shardings(mesh, routes=learning.routes)
-    return hosts.place(make_batch(groups, advantage_PG, learning), shardings)
+    batch = make_batch(groups, advantage_PG, learning)
+    return hosts.place(batch, batch_shardings(batch, mesh))
 
 
 def minibatches(
@@ -220,9 +220,8 @@ def abstract_batch(learning: Learning, row_tokens: int, mesh) -> Batch:
         name: jax.ShapeDtypeStruct((*shape, *d.shape), d.base)
         for name, d in Batch.row_fields(learning.routes).items()
     }
-    used = jax.ShapeDtypeStruct((), jnp.int32)
-    shardings = batch_shardings(mesh, routes=learning.routes)
-    return rules.abstract(Batch(**rows, num_micro=used), shardings)
+    batch = Batch(**rows, num_micro=jax.ShapeDtypeStruct((), jnp.int32))
+    return rules.abstract(batch, batch_shardings(batch, mesh))
 
 
 def forward(weights, adapters, micro: Batch, *, graph, mesh, learning: Learning):

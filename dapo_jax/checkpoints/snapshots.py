@@ -17,6 +17,7 @@ newest snapshot, and leaves when all is saved.
 import collections
 import dataclasses
 import functools
+import itertools
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -66,7 +67,6 @@ class Snapshots:
         self._closing = False
         self._stopped: tuple[str, float] | None = None  # by which signal, when it came
         self._error: BaseException | None = None
-        self._orders = 0
         self._seconds = 0.0  # of `take`, not yet told
 
     def __enter__(self) -> "Snapshots":
@@ -137,11 +137,12 @@ class Snapshots:
 
     def _run(self) -> None:
         """Runs the saver: it follows one order after the other, the same on every process."""
-        next_order = self._order if hosts.is_main_host() else self._received_order
         try:
-            while (order := next_order()) != "close":
-                what, *arguments = order.split()
-                if what != "save":
+            for number in itertools.count():
+                what, *arguments = self._shared_order(number).split()
+                if what == "close":
+                    return
+                if what == "stop":
                     self._end(*arguments)
                 elif snapshot := self._snapshot(int(arguments[0])):
                     self._save(snapshot)
@@ -190,32 +191,28 @@ class Snapshots:
 
     def _order(self) -> str:
         """Gives the main host's next order: `save STEP`, `stop NAME [STEP]` or `close`."""
-        order = ""
-        while not order:
+        while True:
             with self._changed:
                 if self._stopped:
                     step = self._newest[-1].step if self._newest else ""
-                    order = f"stop {self._stopped[0]} {step}".strip()
-                elif self._pending:
-                    order = f"save {self._pending[0].step}"
-                elif self._closing:
-                    order = "close"
-                else:
-                    self._changed.wait(POLL_SECONDS)
-            if order:
-                hosts.kv_put(f"order/{self._orders}", order)
-                self._orders += 1
-            elif (name := hosts.kv_get("stop", wait_seconds=0)) == FAILED:
+                    return f"stop {self._stopped[0]} {step}".strip()
+                if self._pending:
+                    return f"save {self._pending[0].step}"
+                if self._closing:
+                    return "close"
+                self._changed.wait(POLL_SECONDS)
+            if (name := hosts.kv_get("stop", wait_seconds=0)) == FAILED:
                 self._save_newest()
             elif name is not None:
                 self._stop(name)
-        return order
 
-    def _received_order(self) -> str:
-        """Waits for the main host's next order."""
-        while (order := hosts.kv_get(f"order/{self._orders}", wait_seconds=60)) is None:
-            pass
-        self._orders += 1
+    def _shared_order(self, number: int) -> str:
+        """Gives the main host's order of that number, on every process."""
+        name, order = f"order/{number}", self._order() if hosts.is_main_host() else None
+        if order:
+            hosts.kv_put(name, order)
+        while not order:
+            order = hosts.kv_get(name, wait_seconds=60)
         return order
 
     def _snapshot(self, step: int) -> Snapshot | None:

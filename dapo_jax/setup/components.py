@@ -308,17 +308,8 @@ def programs(config: ConfigDict, vocab_size: int, *, devices=None) -> Programs:
     shardings = rules.param_shardings(mesh, param_axes(params), params, rules.LEARNER)
     weights = jax.eval_shape(lambda p: optax.tree.cast(p, config.model.compute_dtype), params)
     trained = abstract_adapters(sizes, constants.lora) if constants.lora else params
-    trained_shardings = rules.param_shardings(mesh, param_axes(trained), trained, rules.LEARNER)
     state = jax.eval_shape(functools.partial(learner.init_state, learning=constants), trained)
-    everywhere = rules.replicated(mesh)
-    moments = optax.tree_map_params(  # they lie where their parameters do
-        learner.optimizer(constants),
-        lambda _, sharding: sharding,
-        state.opt_state,
-        trained_shardings,
-        transform_non_params=lambda _: everywhere,
-    )
-    state_shardings = learner.TrainState(trained_shardings, moments)
+    state_shardings = rules.param_shardings(mesh, param_axes(state), state, rules.LEARNER)
 
     def sampler_weights(params, start_weights):
         return unstack(learner.sampled_weights(params, start_weights, constants))
@@ -342,7 +333,7 @@ def programs(config: ConfigDict, vocab_size: int, *, devices=None) -> Programs:
         reshard=jax.jit(sampler_weights, out_shardings=engine_shardings, compiler_options=options),
         update=jax.jit(
             functools.partial(learner.update, graph=graph, mesh=mesh, learning=constants),
-            out_shardings=(state_shardings, everywhere),
+            out_shardings=(state_shardings, rules.replicated(mesh)),
             donate_argnums=0,
             compiler_options=as_written | dict(kernels.update_options),
         ),
