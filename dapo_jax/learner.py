@@ -41,15 +41,10 @@ class TrainState:
     opt_state: Any
 
 
-def a_field(default):
-    """Declares a value of `Learning`; a dict, as algo.args is, counts in no hash."""
-    return dataclasses.field(default_factory=lambda: default, hash=not isinstance(default, dict))
-
-
 _KEYS = [
-    (name.rpartition(".")[2], type(key.default), a_field(key.default))
+    (name.rpartition(".")[2], type(key.default), key.default)
     for name, key in KEYS.items()
-    if name.startswith(("algo.", "learner."))
+    if name.startswith(("algo.", "learner.")) and name != "algo.args"
 ]
 
 
@@ -61,6 +56,7 @@ class Learning(dataclasses.make_dataclass("LossAndLearnerKeys", _KEYS, frozen=Tr
     routes: the model's, ModelConfig.routes.
     """
 
+    args: dict = dataclasses.field(default_factory=dict, hash=False)  # algo.args
     compute_dtype: str = "bfloat16"
     temperature: float = 1.0
     vocab_size: int = 0

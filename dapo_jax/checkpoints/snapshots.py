@@ -227,15 +227,9 @@ class Snapshots:
 
 
 def host_copy(state):
-    """Copies arrays, where there is one into the host's memory that devices can write to.
+    """Copies arrays into the host's memory that devices can write to.
 
     The copy survives the donation of `state`, and takes no memory of an accelerator.
     """
-
-    def on_host(leaf):
-        device = next(iter(leaf.sharding.addressable_devices))
-        kinds = {memory.kind for memory in device.addressable_memories()}
-        of = leaf.sharding
-        return of.with_memory_kind(HOST_MEMORY) if HOST_MEMORY in kinds else of
-
-    return jax.jit(_copied, out_shardings=jax.tree.map(on_host, state))(state)
+    on_host = jax.tree.map(lambda leaf: leaf.sharding.with_memory_kind(HOST_MEMORY), state)
+    return jax.jit(_copied, out_shardings=on_host)(state)

@@ -291,15 +291,14 @@ def parents_checkpoints(config: ConfigDict, parent: Parent) -> Checkpoints:
 
 def require_finite_start(config: ConfigDict, step: int, loaded, start_weights: dict | None) -> None:
     """Refuses a start model or a checkpoint with numbers that are not finite (ValueError)."""
-    path, weights = config.model.path, start_weights
     if step:
         advice = "move it away to go on with the one before, or give another --workdir"
         require_finite(loaded, f"checkpoint {step}", advice=advice)
-    elif weights is None:
-        weights = loaded
-    if weights is not None:
-        model = f"model.path = {path!r}" if path else f"random weights of seed {config.seed}"
-        require_finite(weights, model, advice="give another model.path")
+    elif start_weights is None:
+        start_weights = loaded
+    path = config.model.path
+    model = f"model.path = {path!r}" if path else f"random weights of seed {config.seed}"
+    require_finite(start_weights, model, advice="give another model.path")
 
 
 def is_finished(config: ConfigDict, workdir: pathlib.Path, parent: Parent | None) -> bool:
