@@ -248,14 +248,7 @@ def end(line: str, status: int) -> None:
         leave(line, status)
     failed = " failed" if status == 1 else ""
     mine = f"{status} process {distributed.global_state.process_id}{failed}: {line}"
-
-    def first():
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process was before
-            distributed.global_state.client.key_value_set(f"dapo/{END}", mine)
-        return kv_get(END, wait_seconds=1.0)
-
-    theirs = _quickly(first, PARTING_SECONDS)
-    if theirs not in (None, mine):
+    if theirs := _quickly(lambda: _first_end(mine), PARTING_SECONDS):
         _follow(theirs)
     leave(line, status)
 
@@ -299,6 +292,15 @@ def is_lost(error: BaseException) -> bool:
         return True
     before = error.__cause__ or error.__context__
     return before is not None and is_lost(before)
+
+
+def _first_end(text: str) -> str | None:
+    """Puts how all end into the store; returns what another process has put there before, if so."""
+    try:
+        distributed.global_state.client.key_value_set(f"dapo/{END}", text)
+    except jax.errors.JaxRuntimeError as error:
+        return kv_get(END, wait_seconds=1.0) if "ALREADY_EXISTS" in str(error) else None
+    return None
 
 
 def _follow(text: str) -> None:

@@ -24,7 +24,6 @@ from dapo_jax.sampler.session import Stream
 from dapo_jax.setup import checks
 from dapo_jax.tasks.datasets import Dataset, Mixture, load_dataset
 from dapo_jax.tasks.tokenizer import Tokenizer, load_tokenizer
-from dapo_jax.types import Batch
 from models import families
 from models.hf import check_files, load_params
 from models.hf_config import load_config, read_config
@@ -81,9 +80,9 @@ class Programs:
             compiled = pool.map(jax.stages.Lowered.compile, lowered.values())
             programs = dict(zip(lowered, compiled, strict=True))
 
-        def run(name, *arguments):
-            batch = next(it for it in arguments if isinstance(it, Batch))
-            return programs[batch.tokens_BT.shape[-1], name](*arguments)
+        def run(name, policy, start_weights, batch, *rate):
+            program = programs[batch.tokens_BT.shape[-1], name]
+            return program(policy, start_weights, batch, *rate)
 
         return {name: functools.partial(run, name) for _, name in programs}
 
