@@ -6,10 +6,8 @@
 A config is a wish until `plan` resolves it into a new one, without open keys. `plan` locks, writes,
 loads to devices and compiles nothing (preflight; `plan_training`: a dry run). `open_run` has all
 that a training step needs, setup/policy.py the weights of a policy. They raise ValueError and
-OSError, with the setting to change, on all processes alike.
-
-A fork goes on with its parent's state, place in the prompt stream and randomness, under another
-config. The parent is read and never written to.
+OSError, with the setting to change, on all processes alike. README.md says what a fork shares with
+its parent.
 """
 
 import contextlib
