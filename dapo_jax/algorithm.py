@@ -62,7 +62,7 @@ def token_policy_loss(
     eps_low: float,
     eps_high: float,
     dual_clip: float,
-) -> jax.Array:
+) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Computes each token's clipped policy loss (Eq. 8, clip-higher Eq. 10), dual-clipped.
 
     `max(-r A, -clip(r, 1 - eps_low, 1 + eps_high) A)`, and for A < 0 at most `-dual_clip A`, so
@@ -70,7 +70,11 @@ def token_policy_loss(
     exactly zero where a bound holds, and that of the unclipped loss on the bound itself.
 
     `logp_RT`, `behavior_logp_RT`: [R, T] in nats; `advantage_RT`: [R, T] or [R, 1]. `dual_clip`
-    is greater than 1; from e^20 = 4.9e8 on it never binds. Returns the loss to minimise, [R, T].
+    is greater than 1; from e^20 = 4.9e8 on it never binds.
+
+    Returns the loss to minimise, [R, T], and booleans [R, T] by the bound that holds it. high:
+    A > 0 and r > 1 + eps_high. low: A < 0 and r < 1 - eps_low. dual: A < 0 and r > dual_clip. No
+    token is in two of them. Padding is not masked out.
     """
     ratio_RT = importance_ratio(logp_RT, behavior_logp_RT)
     unclipped_RT = -advantage_RT * ratio_RT
@@ -78,26 +82,8 @@ def token_policy_loss(
     # jnp.maximum splits the gradient of a tie, and r = 1 with eps = 0 is one: select instead.
     loss_RT = jnp.where(clipped_RT > unclipped_RT, clipped_RT, unclipped_RT)
     bound_RT = -advantage_RT * dual_clip
-    return jnp.where((advantage_RT < 0) & (bound_RT < loss_RT), bound_RT, loss_RT)
-
-
-def clip_indicators(
-    logp_RT: ArrayLike,
-    behavior_logp_RT: ArrayLike,
-    advantage_RT: ArrayLike,
-    *,
-    eps_low: float,
-    eps_high: float,
-    dual_clip: float,
-) -> dict[str, jax.Array]:
-    """Marks the tokens at which a bound of `token_policy_loss` (same arguments) holds the loss.
-
-    high: A > 0 and r > 1 + eps_high. low: A < 0 and r < 1 - eps_low. dual: A < 0 and
-    r > dual_clip. Booleans [R, T]: no token is in two of them, and its gradient is zero. Padding is
-    not masked out.
-    """
-    ratio_RT = importance_ratio(logp_RT, behavior_logp_RT)
-    return {
+    loss_RT = jnp.where((advantage_RT < 0) & (bound_RT < loss_RT), bound_RT, loss_RT)
+    return loss_RT, {
         "high": (advantage_RT > 0) & (ratio_RT > 1.0 + eps_high),
         "low": (advantage_RT < 0) & (ratio_RT < 1.0 - eps_low),
         "dual": (advantage_RT < 0) & (ratio_RT > dual_clip),
@@ -153,16 +139,6 @@ def above_lowest(reward_PG: np.ndarray) -> np.ndarray:
     `reward_PG`: floats [P, G]. Returns bool [P, G]; with a NaN in a group none of it is marked.
     """
     return reward_PG > np.min(reward_PG, axis=1, keepdims=True)
-
-
-def first_informative(correct_PG: np.ndarray, *, num_prompts: int) -> np.ndarray:
-    """Chooses the first `num_prompts` informative groups (Eq. 11) in prompt order.
-
-    `correct_PG`: [P, G] as in `informative_groups`, all prompts generated so far. Returns
-    ascending row indices, fewer than `num_prompts` if there are not enough. The choice depends on
-    the order of prompts alone, not on which response was ready first, so it favours no length.
-    """
-    return np.flatnonzero(informative_groups(correct_PG))[:num_prompts]
 
 
 def token_weights(mask_PGT: np.ndarray, *, mode: str, max_tokens: int = 0) -> np.ndarray:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+import optax
 from absl import flags
 from etils import epath
 
@@ -78,7 +79,7 @@ def convert(
             return f"{source} -> {target}: LoRA of rank {learning.lora.rank} in {dtype}"
         if learning.lora:
             params = learner.policy_weights(params, start, learning)
-        params, start = learner.cast(params, dtype), None  # lets go of them
+        params, start = optax.tree.cast(params, dtype), None  # lets go of them
         tokenizer_path = epath.Path(hub.local(run_config.tokenizer.path) or model_path)
         kept = _kept(read_config(model_path)) if model_path else {}
         ends = list(run.tokenizer.stop_ids)

@@ -20,7 +20,7 @@ from configs.base import KEYS
 from dapo_jax.algorithm import importance_ratio, token_weights
 from dapo_jax.logprobs import Softmax, chosen_logprobs, head_loss, head_loss_of_rows
 from dapo_jax.losses import high_covariance, token_loss
-from dapo_jax.packing import into_micro_batches, pack
+from dapo_jax.packing import into_micro_batches, pack, plan_update
 from dapo_jax.process import hosts
 from dapo_jax.types import Batch, Group, Rollouts
 from models.kernels import Kernels
@@ -41,15 +41,10 @@ class TrainState:
     opt_state: Any
 
 
-def a_field(default):
-    """Declares a value of `Learning`; a dict, as algo.args is, counts in no hash."""
-    return dataclasses.field(default_factory=lambda: default, hash=not isinstance(default, dict))
-
-
 _KEYS = [
-    (name.rpartition(".")[2], type(key.default), a_field(key.default))
+    (name.rpartition(".")[2], type(key.default), key.default)
     for name, key in KEYS.items()
-    if name.startswith(("algo.", "learner."))
+    if name.startswith(("algo.", "learner.")) and name != "algo.args"
 ]
 
 
@@ -61,6 +56,7 @@ class Learning(dataclasses.make_dataclass("LossAndLearnerKeys", _KEYS, frozen=Tr
     routes: the model's, ModelConfig.routes.
     """
 
+    args: dict = dataclasses.field(default_factory=dict, hash=False)  # algo.args
     compute_dtype: str = "bfloat16"
     temperature: float = 1.0
     vocab_size: int = 0
@@ -103,23 +99,6 @@ def init_state(params, learning: Learning) -> TrainState:
     return TrainState(params, optimizer(learning).init(params))
 
 
-def shardings_like_params(state: TrainState, param_shardings, replicated) -> TrainState:
-    """Gives an (abstract) state's shardings: moments lie where their parameters do."""
-    structure = jax.tree.structure(state.params)
-
-    def is_params(tree):
-        return jax.tree.structure(tree) == structure
-
-    return jax.tree.map(
-        lambda tree: param_shardings if is_params(tree) else replicated, state, is_leaf=is_params
-    )
-
-
-def cast(params, dtype):
-    """Casts parameters to the compute dtype."""
-    return jax.tree.map(lambda p: p.astype(dtype), params)
-
-
 def spread(w, key):
     """Moves each weight to a random float32 of those that bfloat16 rounds as it rounds the weight.
 
@@ -141,7 +120,7 @@ def policy_weights(params, start_weights, learning: Learning):
     With LoRA the start's, and the adapted ones among them are float32 sums.
     """
     if learning.lora is None:
-        return cast(params, learning.compute_dtype)
+        return optax.tree.cast(params, learning.compute_dtype)
     with products_in("float32"):
         layers = adapted(start_weights["layers"], params["layers"], scale=learning.lora.scale)
     return start_weights | {"layers": layers}
@@ -152,7 +131,7 @@ def sampled_weights(params, start_weights, learning: Learning):
     if learning.lora is None or learning.compute_dtype == "float32":
         return policy_weights(params, start_weights, learning)
     layers = beside(start_weights["layers"], params["layers"], scale=learning.lora.scale)
-    return start_weights | {"layers": cast(layers, learning.compute_dtype)}
+    return start_weights | {"layers": optax.tree.cast(layers, learning.compute_dtype)}
 
 
 def row_lengths(learning: Learning) -> tuple[int, ...]:
@@ -183,24 +162,21 @@ def make_batch(groups: Sequence[Group], advantage_PG: np.ndarray, learning: Lear
     which they were sampled; its Eq. 10 has the current policy's, the same in a step's first update.
     """
     s = learning
-    length_R = np.concatenate([group.length_G for group in groups])
-    mask_RT = np.arange(length_R.max()) < length_R[:, None]
-    responses = [response for group in groups for response in group.responses]
-    for mask_T, response in zip(mask_RT, responses, strict=True):
-        mask_T[: len(response.tokens_T)] = response.sampled_T
-    if s.overlong_filtering:
-        mask_RT &= np.concatenate([group.stopped_G for group in groups])[:, None]
-    mask_PGT = mask_RT.reshape(*advantage_PG.shape, -1)
+    longest = max(group.length_G.max() for group in groups)
+    mask_PGT = np.zeros((*advantage_PG.shape, longest), bool)
+    for p, g in np.ndindex(advantage_PG.shape):
+        response = groups[p].responses[g]
+        if response.stopped or not s.overlong_filtering:
+            mask_PGT[p, g, : len(response.tokens_T)] = response.sampled_T
     weight_PGT = token_weights(mask_PGT, mode=s.loss_aggregation, max_tokens=s.max_response_tokens)
-    packed = pack(
-        groups,
-        advantage_PG,
-        weight_PGT.astype(np.float32),
+    plan = plan_update(
+        [len(group.prompt.token_ids) for group in groups],
+        [group.length_G.tolist() for group in groups],
         row_lengths=row_lengths(s),
         micro_batch_rows=s.micro_batch_rows,
         share_prompts=s.kernels.shares_prompts,
-        routes=s.routes,
     )
+    packed = pack(groups, advantage_PG, weight_PGT.astype(np.float32), *plan, routes=s.routes)
     if s.policy_loss == "kl_cov":
         packed.is_high_cov_BT[:] = high_covariance(
             packed.behavior_logp_BT, packed.advantage_BT, packed.weight_BT > 0, share=s.kl_cov_share
@@ -208,16 +184,16 @@ def make_batch(groups: Sequence[Group], advantage_PG: np.ndarray, learning: Lear
     return into_micro_batches(packed, num_micro=num_micro(s), rows=s.micro_batch_rows)
 
 
-def batch_shardings(mesh, *, routes=()) -> Batch:
+def batch_shardings(batch: Batch, mesh) -> Batch:
     """Shards a batch [M, B, T] by rows."""
-    rows = dict.fromkeys(Batch.row_fields(routes), rules.micro_batches(mesh))
-    return Batch(**rows, num_micro=rules.replicated(mesh))
+    rows, whole = rules.micro_batches(mesh), rules.replicated(mesh)
+    return jax.tree.map(lambda array: rows if array.ndim else whole, batch)
 
 
 def minibatch(groups, advantage_PG, learning: Learning, mesh) -> Batch:
     """Makes one update's batch on the mesh."""
-    shardings = batch_shardings(mesh, routes=learning.routes)
-    return hosts.place(make_batch(groups, advantage_PG, learning), shardings)
+    batch = make_batch(groups, advantage_PG, learning)
+    return hosts.place(batch, batch_shardings(batch, mesh))
 
 
 def minibatches(
@@ -240,9 +216,8 @@ def abstract_batch(learning: Learning, row_tokens: int, mesh) -> Batch:
         name: jax.ShapeDtypeStruct((*shape, *d.shape), d.base)
         for name, d in Batch.row_fields(learning.routes).items()
     }
-    used = jax.ShapeDtypeStruct((), jnp.int32)
-    shardings = batch_shardings(mesh, routes=learning.routes)
-    return rules.abstract(Batch(**rows, num_micro=used), shardings)
+    batch = Batch(**rows, num_micro=jax.ShapeDtypeStruct((), jnp.int32))
+    return rules.abstract(batch, batch_shardings(batch, mesh))
 
 
 def forward(weights, adapters, micro: Batch, *, graph, mesh, learning: Learning):

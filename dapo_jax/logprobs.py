@@ -42,12 +42,11 @@ def chosen_logprobs(x_BTD, head_DV, target_BT, softmax: Softmax):
     """Computes log pi(target) and the entropy of pi, float32 [B, T]; not to be differentiated."""
 
     def local(x_BTD, head_DV, target_BT):
-        def chunk(_, x_target):
+        def chunk(x_target):
             pi = _Chosen(*x_target, head_DV, softmax)
-            return None, (pi.logp_C, pi.entropy_C)
+            return pi.logp_C, pi.entropy_C
 
-        _, outputs = jax.lax.scan(chunk, None, _chunks((x_BTD, target_BT)))
-        return _whole(outputs, target_BT.shape)
+        return _whole(jax.lax.map(chunk, _chunks((x_BTD, target_BT))), target_BT.shape)
 
     split = rules.by_vocabulary(local, softmax.mesh, rows=1, outputs=(rules.BATCH, rules.BATCH))
     return split(x_BTD, head_DV.astype(x_BTD.dtype), target_BT)

@@ -66,10 +66,8 @@ def clip(compared, logp, token: Batch, learning):
     """Bounds the objective (Eq. 8 with the dual clip): beyond a bound a token has no gradient."""
     s = learning
     bounds = {"eps_low": s.eps_low, "eps_high": s.eps_high, "dual_clip": s.dual_clip}
-    arguments = (*compared, token.advantage_BT)
-    held = algorithm.clip_indicators(*arguments, **bounds)
-    indicators = {f"clip_fraction/{bound}": value for bound, value in held.items()}
-    return algorithm.token_policy_loss(*arguments, **bounds), indicators
+    loss, held = algorithm.token_policy_loss(*compared, token.advantage_BT, **bounds)
+    return loss, {f"clip_fraction/{bound}": value for bound, value in held.items()}
 
 
 def cispo(compared, logp, token: Batch, learning):

@@ -29,24 +29,17 @@ def pack(
     groups: Sequence[Group],
     advantage_PG: np.ndarray,
     weight_PGT: np.ndarray,
+    rows: Sequence[Sequence[Piece]],
+    row_tokens: int,
     *,
-    row_lengths: Sequence[int],
-    micro_batch_rows: int,
-    share_prompts: bool,
     routes: tuple[int, ...] = (),
 ) -> Batch:
-    """Packs the responses of all groups into the rows that `plan_update` finds: a [B, T] batch.
+    """Packs the responses of all groups into the rows of a plan: a [B, T] batch.
 
-    weight_PGT: each token's weight in the loss, from algorithm.token_weights. routes: (L, A) where
-    the responses have routes. What no piece covers stays zero.
+    weight_PGT: each token's weight in the loss, from algorithm.token_weights. rows, row_tokens:
+    from `plan_update`. routes: (L, A) where the responses have routes. What no piece covers stays
+    zero.
     """
-    rows, row_tokens = plan_update(
-        [len(group.prompt.token_ids) for group in groups],
-        [group.length_G.tolist() for group in groups],
-        row_lengths=row_lengths,
-        micro_batch_rows=micro_batch_rows,
-        share_prompts=share_prompts,
-    )
     shape = (len(rows), row_tokens)
     fields = {name: np.zeros(shape, dtype) for name, dtype in Batch.row_fields(routes).items()}
     batch = Batch(**fields, num_micro=None)
@@ -55,9 +48,10 @@ def pack(
         for segment, (p, samples) in enumerate(pieces, start=1):
             prompt = groups[p].prompt.token_ids
             start, end = end, end + len(prompt) - 1
-            batch.tokens_BT[b, start:end] = prompt[:-1]
-            batch.target_BT[b, start:end] = prompt[1:]
-            batch.position_BT[b, start:end] = np.arange(len(prompt) - 1)
+            question = slice(start, end)
+            batch.tokens_BT[b, question] = prompt[:-1]
+            batch.target_BT[b, question] = prompt[1:]
+            batch.position_BT[b, question] = np.arange(len(prompt) - 1)
             for g in samples:
                 branch += 1
                 response = groups[p].responses[g]
@@ -74,8 +68,7 @@ def pack(
                 batch.is_response_BT[b, answer] = response.sampled_T
                 batch.is_on_policy_BT[b, answer] = not response.ends
                 if routes:
-                    of_prompt = slice(start, start + len(prompt) - 1)
-                    batch.route_BTLA[b, of_prompt] = response.route_TLA[: len(prompt) - 1]
+                    batch.route_BTLA[b, question] = response.route_TLA[: len(prompt) - 1]
                     batch.route_BTLA[b, answer] = response.route_TLA[len(prompt) - 1 :]
                 end = answer.stop
             batch.segment_BT[b, start:end] = segment

@@ -71,7 +71,9 @@ def rl_step(run: start.Run, step: int, state: learner.TrainState, progress: Prog
         return state, progress, None, stopped
 
     reward_PG = reward(run.config, rollouts)  # correctness (Eq. 7) and length (Eq. 13)
-    advantage_PG = advantage(run.config, rollouts, reward_PG)  # inside each group (Eq. 9)
+    # Compared inside each group (Eq. 9), by a row of losses.ADVANTAGES.
+    scale = run.config.algo.advantage_scale
+    advantage_PG = losses.advantages(reward_PG, rollouts.kept, rollouts.length_PG, scale=scale)
     run.record.rollouts(step, rollouts, reward_PG)  # written behind the updates
 
     # One mini-batch of the kept groups after the other (Eq. 8, 10 and 12).
@@ -90,7 +92,7 @@ def sample(run: start.Run, step: int, state, progress: Progress, session, watch)
     The evaluation's requests, which run to their ends, are asked for before training's new ones,
     which fill the slots that they leave.
     """
-    r, weights = run.config.rollout, run.sampler_weights(state.params)
+    r, weights = run.config.rollout, run.programs.reshard(state.params, run.start_weights)
     if session:
         session.resume(weights)
     else:
@@ -137,15 +139,8 @@ def at_generation_cap(run: start.Run, step: int, rollouts) -> str | None:
 
 def reward(config, rollouts):
     """Rewards each response [P, G]: its correctness or score, less the overlong punishment."""
-    correct_PG, length_PG = rollouts.correct_PG, rollouts.length_PG
-    punishment = components.overlong(config)
-    return algorithm.shaped_reward(correct_PG, rollouts.score_PG, length_PG, **punishment)
-
-
-def advantage(config, rollouts, reward_PG):
-    """Compares the rewards inside each group [P, G], by the row of losses.ADVANTAGES."""
-    scale = config.algo.advantage_scale
-    return losses.advantages(reward_PG, rollouts.kept, rollouts.length_PG, scale=scale)
+    graded = (rollouts.correct_PG, rollouts.score_PG, rollouts.length_PG)
+    return algorithm.shaped_reward(*graded, **components.overlong(config))
 
 
 def update(run: start.Run, state: learner.TrainState, rollouts, advantage_PG, rate: float):
@@ -237,7 +232,8 @@ def with_scores(scores: Mapping, found: Mapping[int, Mapping], run: start.Run) -
 
 def evaluate_alone(run: start.Run, state: learner.TrainState, finished_steps: int):
     """Evaluates all sets in a session of their own; returns the scores as keys of a row."""
-    session = run.session(run.sampler_weights(state.params), *run.streams)
+    weights = run.programs.reshard(state.params, run.start_weights)
+    session = run.session(weights, *run.streams)
     with Evaluation(session, run.sets, first_stream=1) as evaluation:
         return scores_of(run, evaluation, finished_steps)
 

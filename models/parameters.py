@@ -207,10 +207,12 @@ def param_axes(params: dict[str, Any]) -> dict[str, Any]:
     """Names the logical axes of every array of a params dict, transposed or factors, by its name.
 
     Stacked ones begin with "layer". A norm's scale, the one kind of vector with a single axis, is
-    the same on every chip.
+    the same on every chip. An optimizer's state has such dicts, and scalars beside them.
     """
 
     def axes(path, leaf):
+        if not leaf.ndim:
+            return ()
         letters = axis_letters(path[-1].key)
         names = ("norm",) if len(letters) == 1 else tuple(AXES[letter] for letter in letters)
         return ("layer",) * (leaf.ndim - len(names)) + names

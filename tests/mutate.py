@@ -49,9 +49,9 @@ overlong_border dapo_jax/algorithm.py algorithm
 solved_groups dapo_jax/algorithm.py rollout
 - correct_PG.any(axis=1) & ~correct_PG.all(axis=1)
 + correct_PG.any(axis=1)
-last_groups dapo_jax/algorithm.py rollout
-- informative_groups(correct_PG))[:num_prompts]
-+ informative_groups(correct_PG))[-num_prompts:]
+last_groups dapo_jax/rollout.py rollout
+- (not plan.dynamic_sampling))[: plan.num_prompts]
++ (not plan.dynamic_sampling))[-plan.num_prompts :]
 truncation_cap dapo_jax/losses.py losses
 - jnp.minimum(ratio, cap), ratio > cap
 + jnp.maximum(ratio, cap), ratio > cap
@@ -65,8 +65,8 @@ optimiser_state dapo_jax/learner.py learner::test_two_updates_are_adamw_by_hand
 - stepped = TrainState(params, opt_state)
 + stepped = TrainState(params, state.opt_state)
 overlong_filter dapo_jax/learner.py learner::test_filtered_responses_add_nothing_and_do_not_count
-- if s.overlong_filtering:
-+ if not s.overlong_filtering:
+- if response.stopped or not s.overlong_filtering:
++ if response.stopped or s.overlong_filtering:
 temperature dapo_jax/logprobs.py logprobs::test_values_loss_and_gradients_equal_those_of_the_whole_softmax
 - d_CV * d_logp_C[:, None] / self._temperature
 + d_CV * d_logp_C[:, None]

@@ -9,7 +9,7 @@ from dapo_jax.sampler import cache
 from dapo_jax.setup import components
 
 STEPS = 3
-MADE, UPDATES = {}, {}  # programs, of all files that use the fixture
+MADE, LEARNERS = {}, {}  # programs, of all files that use the fixture
 # The cache has slots for a part of the step only.
 KEYS = {
     "num_steps": STEPS,
@@ -31,20 +31,20 @@ def small_config(preset: str = "", **keys):
 @pytest.fixture(scope="module", autouse=True)
 def programs_compiled_once():
     """Runs of one config share their programs; decoding has one, for all slots."""
-    make, compile_anew = components.programs, components.Programs.compile_update
+    make, compile_anew = components.programs, components.Programs.compile_learner
 
     def programs(config, vocab_size, devices=None):
         new = make(config, vocab_size, devices=devices)
         shapes = (new.sizes, new.learning, new.engine.cache)
         return dataclasses.replace(MADE.setdefault(shapes, new), config=config)
 
-    def compile_update(self):
-        if self.update not in UPDATES:
-            UPDATES[self.update] = compile_anew(self)
-        return UPDATES[self.update]
+    def compile_learner(self):
+        if self.update not in LEARNERS:
+            LEARNERS[self.update] = compile_anew(self)
+        return LEARNERS[self.update]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cache, "PARTS", ((1, 1),))
         patch.setattr(components, "programs", programs)
-        patch.setattr(components.Programs, "compile_update", compile_update)
+        patch.setattr(components.Programs, "compile_learner", compile_learner)
         yield

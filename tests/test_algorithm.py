@@ -36,12 +36,11 @@ PADDED_SHAPE = (32, 257)  # the longest golden case
 @jit
 def padded_update(logp_RT, behavior_logp_RT, advantage_RT, weight_RT, clip):
     def loss(logp_RT):
-        loss_RT = algorithm.token_policy_loss(logp_RT, behavior_logp_RT, advantage_RT, **clip)
-        return jnp.sum(loss_RT * weight_RT), loss_RT
+        of_token = algorithm.token_policy_loss(logp_RT, behavior_logp_RT, advantage_RT, **clip)
+        return jnp.sum(of_token[0] * weight_RT), of_token
 
-    (total, loss_RT), gradient_RT = jax.value_and_grad(loss, has_aux=True)(logp_RT)
+    (total, (loss_RT, held)), gradient_RT = jax.value_and_grad(loss, has_aux=True)(logp_RT)
     log_ratio_RT = algorithm.clamped_log_ratio(logp_RT, behavior_logp_RT)
-    held = algorithm.clip_indicators(logp_RT, behavior_logp_RT, advantage_RT, **clip)
     return total, gradient_RT, {"loss": loss_RT, "log_ratio": log_ratio_RT, **held}
 
 
@@ -100,13 +99,10 @@ def test_advantages_by_hand(dtype, tolerance):
         np.testing.assert_allclose(actual, centred_PG / (std_P1 + 1e-6), rtol=tolerance)
 
 
-def test_the_first_mixed_groups_are_taken_in_prompt_order():
+def test_groups_with_right_and_wrong_responses_are_informative():
     correct_PG = np.array([[1, 1], [0, 1], [0, 0], [1, 0], [1, 0]])
     assert algorithm.informative_groups(correct_PG).tolist() == [False, True, False, True, True]
     assert not algorithm.informative_groups(np.array([[1], [0]])).any()
-    assert algorithm.first_informative(correct_PG, num_prompts=2).tolist() == [1, 3]
-    assert algorithm.first_informative(correct_PG, num_prompts=9).tolist() == [1, 3, 4]
-    assert algorithm.first_informative(correct_PG[:1], num_prompts=2).tolist() == []
 
 
 def test_on_policy_the_full_gradient_passes_though_both_bounds_are_one():
@@ -231,7 +227,7 @@ def test_golden_dynamic_sampling_on_the_shaped_score_keeps_all_wrong_groups_too(
     )
     reference = np.unique(np.array(row["kept_trajectories"]) // correct_PG.shape[1])
     marked_PG = algorithm.above_lowest(reward_PG)
-    ours = algorithm.first_informative(marked_PG, num_prompts=row["train_batch_size"])
+    ours = np.flatnonzero(algorithm.informative_groups(marked_PG))[: row["train_batch_size"]]
     np.testing.assert_array_equal(ours, reference)
     # Among them are groups that nobody solved, which Eq. 11 leaves out.
     dropped = reference[~algorithm.informative_groups(correct_PG)[reference]]

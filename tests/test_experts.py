@@ -223,7 +223,7 @@ def updates(folder, *, rotates=False, mesh=(1, 1), **algo):
             batch = learner.make_batch(groups, advantage_PG, built.learning)
             route_BTA = batch.route_BTLA[..., ::3, -1, :]
             route_BTA[:] = (route_BTA + 1) % 6
-            batch = hosts.place(batch, learner.batch_shardings(built.mesh, routes=(2, 3)))
+            batch = hosts.place(batch, learner.batch_shardings(batch, built.mesh))
             start = built.load_start_weights()
             if algo.get("old_logprobs") == "learner":
                 old_logp = built.old_logprobs(built.start_params(), start, batch)

@@ -154,7 +154,7 @@ def test_four_devices_take_the_update_of_one(monkeypatch, params, data, mesh, ro
     groups, advantage_PG = groups_of(data, group_size=4), data.advantage_R.reshape(2, 4)
     batch = learner.minibatch(groups, advantage_PG, programs.learning, programs.mesh)
     assert (int(batch.num_micro), *batch.tokens_BT.shape[1:]) == (1, rows, row_tokens)
-    state, metrics = programs.compile_update()(state, None, batch, np.float32(0.1))
+    state, metrics = programs.compile_learner()["update"](state, None, batch, np.float32(0.1))
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == shardings
     q_DNH = state.params["layers"]["q_DNH"]
     # Split over all devices of a slice.

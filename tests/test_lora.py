@@ -9,6 +9,7 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import safetensors.numpy
 from flax import nnx
@@ -119,7 +120,7 @@ def hidden_states(params, adapters, *, dtype, by_sampler):
         return packed_attention(*qkv, one_BT, one_BT, None, window)
 
     def run(params, adapters):
-        start = learner.cast(params, dtype)
+        start = optax.tree.cast(params, dtype)
         if by_sampler:
             weights = unstack(learner.sampled_weights(adapters, start, learning))
             attends = [lambda *qkv: (attend(*qkv), None)] * SMALL.num_layers

@@ -15,8 +15,9 @@ def group(prompt, *responses) -> Group:
 
 def packed(groups, *, row_tokens: int) -> Batch:
     shape = (len(groups), len(groups[0].responses))
-    how = {"row_lengths": (row_tokens,), "micro_batch_rows": 1, "share_prompts": True}
-    return pack(groups, np.ones(shape), np.ones((*shape, row_tokens)), **how)
+    lengths = [len(it.prompt.token_ids) for it in groups], [it.length_G for it in groups]
+    rows = plan_rows(*lengths, row_tokens=row_tokens, share_prompts=True)
+    return pack(groups, np.ones(shape), np.ones((*shape, row_tokens)), rows, row_tokens)
 
 
 def test_only_groups_that_began_in_this_step_are_on_policy():

@@ -11,6 +11,7 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from engines import SAMPLING, programs
 from quick import equations, jit
@@ -91,11 +92,11 @@ def check(sizes, *, lora=None) -> None:
         fresh = init_adapters(sizes, lora, key=jax.random.key(0))
         params = jax.tree.map(lambda a: rng.normal(0, 0.1, a.shape).astype(a.dtype), fresh)
         # Those of the compute dtype, in both.
-        weights = jax.device_get(learner.cast(weights, jnp.bfloat16))
+        weights = jax.device_get(optax.tree.cast(weights, jnp.bfloat16))
     start = weights if lora else None
     single = dataclasses.replace(SMOOTH, lora=lora)
     half = dataclasses.replace(single, compute_dtype="bfloat16")
-    widened = learner.cast(start, jnp.float32) if lora else None
+    widened = optax.tree.cast(start, jnp.float32) if lora else None
     expected = gradient(params, batch, single, start_weights=widened, sizes=sizes)
     found = gradient(params, batch, half, start_weights=start, sizes=sizes)
     wrong = {name: e for name, e in errors(found, expected).items() if not e < ROUNDING}
@@ -192,7 +193,7 @@ def test_float32_is_float32_and_a_gpu_adds_up_in_one_order(monkeypatch, platform
     sampler, weights = built.engine.lower(SAMPLING), (built.state.params, built.start_weights)
     batch = learner.abstract_batch(built.learning, 48, built.mesh)
     built.reshard.lower(*weights)
-    built.lower_update(48)
+    built.lower_learner(48)
     built.old_logprobs.lower(*weights, batch)
     assert {name for name, *_ in sampler} == {"prefill", "recompute", "decode"}
     assert len(made) == len(sampler) + 3

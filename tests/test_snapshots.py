@@ -67,16 +67,26 @@ def test_a_failed_save_is_raised_in_the_run(tmp_path):
 
 def test_what_a_process_ends_with_says_what_failed(tmp_path, monkeypatch):
     said = []
-    monkeypatch.setattr(hosts, "end", lambda *line_and_status: said.append(line_and_status))
+
+    def end(*line_and_status):
+        said.append(line_and_status)
+        raise SystemExit
+
+    monkeypatch.setattr(hosts, "end", end)
     run = snapshots(tmp_path, every_steps=1, of=Full)
     take(run, 2, STATE)
-    run._stop("SIGTERM")
-    run._run()
-    monkeypatch.setattr(hosts, "started", lambda: True)
-    monkeypatch.setattr(hosts, "count", lambda: 2)
     text = "UNAVAILABLE: Failed to send RPC: recvmsg:Connection reset by peer"
-    run._fail(jax.errors.JaxRuntimeError(text))
-    (full, unsaved, lost), statuses = zip(*said, strict=True)
+    gone = jax.errors.JaxRuntimeError(text)
+    monkeypatch.setattr(hosts, "started", lambda: True)
+    with pytest.raises(SystemExit):
+        run._fail(gone)
+    run._stop("SIGTERM")
+    with pytest.raises(SystemExit):
+        run._fail(gone)
+    monkeypatch.setattr(hosts, "started", lambda: False)
+    with pytest.raises(SystemExit):
+        run._run()
+    (lost, unsaved, full), statuses = zip(*said, strict=True)
     assert "2: No space left on device" in full and {*statuses} == {RETRYABLE}
     assert lost.startswith(f"another process is gone (JaxRuntimeError: {text})")
     assert unsaved == f"SIGTERM: the newest step to resume at could not be saved: {lost}"

@@ -137,6 +137,8 @@ def test_a_sentencepiece_model_is_read_alone_or_in_its_folder(piece_file):
         assert 2 not in ids and tokenizer.encode_chat(user(text)) == ids
     with pytest.raises(ValueError, match=r'tokenizer\.chat="none"'):
         load(piece_file, chat="template")
+    (piece_file.parent / "generation_config.json").write_text('{"eos_token_id": 5}')
+    assert load(piece_file.parent).encode_chat(user(text)) == ids
 
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")

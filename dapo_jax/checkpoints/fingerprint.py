@@ -333,12 +333,11 @@ def differences(old: dict, new: dict, **keys) -> Iterator[str]:
     keys: as of `config_differences`, which the configs' part is.
     """
     yield from config_differences(old["recipe"], new["recipe"], **keys)
-    before, now = list(old["data"].items()), list(new["data"].items())
+    before, now = old["data"], new["data"]
     if len(before) != len(now):
         yield f"there are {len(now)} training sets (data.train, data.mixture), not {len(before)}"
     else:  # in the stream's order: a set may have been generated, and be read from a file now
-        for (_, theirs), (key, ours) in zip(before, now, strict=True):
-            yield from _data_differences({key: theirs}, {key: ours})
+        yield from _data_differences(dict(zip(now, before.values(), strict=True)), now)
     yield from _file_differences(old["files"], new["files"])
 
 

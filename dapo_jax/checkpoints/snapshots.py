@@ -16,6 +16,8 @@ newest snapshot, and leaves when all is saved.
 
 import collections
 import dataclasses
+import functools
+import itertools
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -32,6 +34,7 @@ PENDING_CHECKPOINTS = 2  # the one being saved included; `take` waits while ther
 POLL_SECONDS = 0.5
 FAILED = "failed"  # put where a signal's name would be: an exception ends the run
 HOST_MEMORY = "pinned_host"  # JAX's kind of the host's memory that devices copy to directly
+_copied = functools.partial(jax.tree.map, jnp.copy)  # one function, which JAX compiles once
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -62,10 +65,8 @@ class Snapshots:
         self._newest: collections.deque[Snapshot] = collections.deque(maxlen=2)
         self._changed = threading.Condition()
         self._closing = False
-        self._stop_name = ""  # the signal that stops the run
-        self._stopped_at: float | None = None  # when it came
+        self._stopped: tuple[str, float] | None = None  # by which signal, when it came
         self._error: BaseException | None = None
-        self._orders = 0
         self._seconds = 0.0  # of `take`, not yet told
 
     def __enter__(self) -> "Snapshots":
@@ -80,14 +81,14 @@ class Snapshots:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        if error is not None and not self._stopped_at:
+        if error is not None and not self._stopped:
             self._save_newest()
         # Behind the loss of a peer there is nobody to save with.
-        if error is None or self._stopped_at is not None or not hosts.lost_line(error):
+        if error is None or self._stopped or not hosts.lost_line(error):
             self._saver.join()
         self._stops.__exit__()
-        if kind is None:
-            self._raise_error()
+        if self._error and kind is None:
+            raise self._error
 
     def take(
         self, step: int, state: Any, progress: Progress, arrays: Mapping, *, force: bool = False
@@ -96,15 +97,13 @@ class Snapshots:
         start = time.monotonic()
         snapshot = Snapshot(step, host_copy(state), progress, arrays)
         with self._changed:
-            self._changed.wait_for(lambda: len(self._pending) < PENDING_CHECKPOINTS or self._error)
-            self._raise_error()
+            self._wait_for(lambda: len(self._pending) < PENDING_CHECKPOINTS)
             self._newest.append(snapshot)
             if force or step % self._every_steps == 0:
                 self._pending.append(snapshot)
             self._changed.notify_all()
             if force:
-                self._changed.wait_for(lambda: snapshot not in self._pending or self._error)
-                self._raise_error()
+                self._wait_for(lambda: snapshot not in self._pending)
         self._seconds += time.monotonic() - start
 
     def spent_seconds(self) -> float:
@@ -123,25 +122,27 @@ class Snapshots:
             self._closing = True
             self._changed.notify_all()
 
-    def _raise_error(self) -> None:
+    def _wait_for(self, holds: Callable[[], bool]) -> None:
+        """Waits until it holds; raises the error of a failed save."""
+        self._changed.wait_for(lambda: holds() or self._error)
         if self._error:
             raise self._error
 
     def _stop(self, name: str) -> None:
         with self._changed:
-            if self._stopped_at is None:
-                self._stop_name, self._stopped_at = name, time.monotonic()
+            self._stopped = self._stopped or (name, time.monotonic())
             self._changed.notify_all()
         if not hosts.is_main_host():  # the store may not answer, and a signal's listener not wait
             threading.Thread(target=hosts.kv_put, args=("stop", name), daemon=True).start()
 
     def _run(self) -> None:
         """Runs the saver: it follows one order after the other, the same on every process."""
-        next_order = self._order if hosts.is_main_host() else self._received_order
         try:
-            while (order := next_order()) != "close":
-                what, *arguments = order.split()
-                if what != "save":
+            for number in itertools.count():
+                what, *arguments = self._shared_order(number).split()
+                if what == "close":
+                    return
+                if what == "stop":
                     self._end(*arguments)
                 elif snapshot := self._snapshot(int(arguments[0])):
                     self._save(snapshot)
@@ -170,56 +171,48 @@ class Snapshots:
         """Ends all processes: they wait for each other in a save, so none can go on without one."""
         lost = hosts.lost_line(error)
         line, status = (lost, hosts.RETRYABLE) if lost else failures.explain(error)
-        if self._stopped_at is not None:
-            line = f"{self._stop_name}: the newest step to resume at could not be saved: {line}"
+        if self._stopped:
+            line = f"{self._stopped[0]}: the newest step to resume at could not be saved: {line}"
             hosts.end(line, hosts.RETRYABLE)
-        with self._changed:
-            self._error = error
-            self._changed.notify_all()
-        if hosts.count() > 1:
-            hosts.end(lost or f"error: {line}", status)
+        hosts.end(lost or f"error: {line}", status)
 
     def _end(self, name: str, step: str = "") -> None:
         with self._changed:
-            self._stop_name, self._stopped_at = name, self._stopped_at or time.monotonic()
+            self._stopped = self._stopped or (name, time.monotonic())
         message = "no step to resume at is finished since the start: there is nothing to save"
         if step:
             saved = self._write(self._snapshot(int(step)))
-            seconds = time.monotonic() - self._stopped_at
+            seconds = time.monotonic() - self._stopped[1]
             when = f"after {seconds:.1f} s" if saved else "they were before"
             message = f"{step} finished steps are saved ({when}); give the command again"
         # Only the main process has a display: the others say it as well, for their own logs.
         say = self.say if hosts.is_main_host() else None
-        hosts.leave(f"{self._stop_name}: {message}", hosts.RETRYABLE, say=say)
+        hosts.leave(f"{name}: {message}", hosts.RETRYABLE, say=say)
 
     def _order(self) -> str:
         """Gives the main host's next order: `save STEP`, `stop NAME [STEP]` or `close`."""
-        order = ""
-        while not order:
+        while True:
             with self._changed:
-                if self._stopped_at is not None:
+                if self._stopped:
                     step = self._newest[-1].step if self._newest else ""
-                    order = f"stop {self._stop_name} {step}".strip()
-                elif self._pending:
-                    order = f"save {self._pending[0].step}"
-                elif self._closing:
-                    order = "close"
-                else:
-                    self._changed.wait(POLL_SECONDS)
-            if order:
-                hosts.kv_put(f"order/{self._orders}", order)
-                self._orders += 1
-            elif (name := hosts.kv_get("stop", wait_seconds=0)) == FAILED:
+                    return f"stop {self._stopped[0]} {step}".strip()
+                if self._pending:
+                    return f"save {self._pending[0].step}"
+                if self._closing:
+                    return "close"
+                self._changed.wait(POLL_SECONDS)
+            if (name := hosts.kv_get("stop", wait_seconds=0)) == FAILED:
                 self._save_newest()
             elif name is not None:
                 self._stop(name)
-        return order
 
-    def _received_order(self) -> str:
-        """Waits for the main host's next order."""
-        while (order := hosts.kv_get(f"order/{self._orders}", wait_seconds=60)) is None:
-            pass
-        self._orders += 1
+    def _shared_order(self, number: int) -> str:
+        """Gives the main host's order of that number, on every process."""
+        name, order = f"order/{number}", self._order() if hosts.is_main_host() else None
+        if order:
+            hosts.kv_put(name, order)
+        while not order:
+            order = hosts.kv_get(name, wait_seconds=60)
         return order
 
     def _snapshot(self, step: int) -> Snapshot | None:
@@ -234,20 +227,9 @@ class Snapshots:
 
 
 def host_copy(state):
-    """Copies arrays, where there is one into the host's memory that devices can write to.
+    """Copies arrays into the host's memory that devices can write to.
 
     The copy survives the donation of `state`, and takes no memory of an accelerator.
     """
-
-    def on_host(leaf):
-        device = next(iter(leaf.sharding.addressable_devices))
-        kinds = {memory.kind for memory in device.addressable_memories()}
-        of = leaf.sharding
-        return of.with_memory_kind(HOST_MEMORY) if HOST_MEMORY in kinds else of
-
-    # One function for all calls: JAX compiles it once for the same shapes and shardings.
-    return jax.jit(_copied, out_shardings=jax.tree.map(on_host, state))(state)
-
-
-def _copied(state):
-    return jax.tree.map(jnp.copy, state)
+    on_host = jax.tree.map(lambda leaf: leaf.sharding.with_memory_kind(HOST_MEMORY), state)
+    return jax.jit(_copied, out_shardings=on_host)(state)

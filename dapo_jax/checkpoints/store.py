@@ -78,9 +78,8 @@ class Checkpoints:
             multiprocessing_options=processes,
         )
         self._state_handler = ocp.StandardCheckpointHandler(multiprocessing_options=processes)
-        handlers = {"state": self._state_handler}
-        for item in ("progress", "manifest"):
-            handlers[item] = ocp.JsonCheckpointHandler(multiprocessing_options=processes)
+        of_json = ocp.JsonCheckpointHandler(multiprocessing_options=processes)
+        handlers = {"state": self._state_handler, "progress": of_json, "manifest": of_json}
         self._manager = ocp.CheckpointManager(
             self.directory, options=options, item_handlers=handlers
         )

@@ -11,7 +11,6 @@ from jax.experimental import topologies
 from ml_collections import ConfigDict
 
 from dapo_jax import learner
-from dapo_jax.losses import takes_old_logp
 from dapo_jax.preflight.chips import chip_of
 from dapo_jax.setup import components
 
@@ -74,9 +73,7 @@ def lowered_programs(built: components.Programs) -> dict[str, jax.stages.Lowered
     by_size = sorted(sampler.items(), key=lambda item: item[0][2:])
     programs |= {kind: lowered for (kind, *_), lowered in by_size}
     row_tokens = learner.row_lengths(built.learning)[-1]
-    if takes_old_logp(built.learning):
-        programs["old_logprobs"] = built.lower_old_logprobs(row_tokens)
-    return {"update": built.lower_update(row_tokens), **programs}  # the longest compiles first
+    return built.lower_learner(row_tokens) | programs  # the longest compile first
 
 
 def compiled_programs(built: components.Programs) -> dict:

@@ -1,8 +1,6 @@
 """The folder of compiled programs, which JAX's compilation cache loads at the next start.
 
-JAX_COMPILATION_CACHE_DIR=DIR (or gs://...) names another one, JAX_ENABLE_COMPILATION_CACHE=false
-turns the cache off. Without either it is $XDG_CACHE_HOME/dapo_jax/programs, or
-~/.cache/dapo_jax/programs, in a folder by CPU and number of cores.
+setup/README.md says where it is, and how another one is named.
 """
 
 import hashlib

@@ -167,8 +167,7 @@ def fit_cache(
             divided = mesh.shape["data"] * mesh.shape["model"]  # every slice has all of it
             held += _state_bytes(config, sizes, weights, parameters) / divided
         most = CACHE_SHARE * (device - held)
-    if devices is None:
-        most = min(hosts.gather(most))  # all processes have the same programs
+    most = min(hosts.gather(most))  # all processes have the same programs
 
     def slots(mib: int) -> int:
         try:

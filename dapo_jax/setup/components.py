@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import optax
 from etils import epath
 from ml_collections import ConfigDict
 
@@ -23,7 +24,6 @@ from dapo_jax.sampler.session import Stream
 from dapo_jax.setup import checks
 from dapo_jax.tasks.datasets import Dataset, Mixture, load_dataset
 from dapo_jax.tasks.tokenizer import Tokenizer, load_tokenizer
-from dapo_jax.types import Batch
 from models import families
 from models.hf import check_files, load_params
 from models.hf_config import load_config, read_config
@@ -59,38 +59,32 @@ class Programs:
     state: learner.TrainState
     start_weights: dict | None
 
-    def lower_update(self, row_tokens: int) -> jax.stages.Lowered:
-        """The update for batches with rows of one of the config's lengths, ready to compile."""
+    def lower_learner(self, row_tokens: int) -> dict[str, jax.stages.Lowered]:
+        """What takes batches with rows of one of the config's lengths, ready to compile.
+
+        "old_logprobs", where the loss takes the learner's own, and "update".
+        """
         batch = learner.abstract_batch(self.learning, row_tokens, self.mesh)
         rate = jax.ShapeDtypeStruct((), jnp.float32, sharding=rules.replicated(self.mesh))
-        return self.update.lower(self.state, self.start_weights, batch, rate)
+        lowered = {}
+        if takes_old_logp(self.learning):
+            policy = (self.state.params, self.start_weights)
+            lowered["old_logprobs"] = self.old_logprobs.lower(*policy, batch)
+        return lowered | {"update": self.update.lower(self.state, self.start_weights, batch, rate)}
 
-    def compile_update(self) -> Callable:
-        """The update, compiled: what does not fit shows before anything is sampled."""
-        return self._for_all_rows(self.lower_update)
-
-    def lower_old_logprobs(self, row_tokens: int) -> jax.stages.Lowered:
-        """The learner's own old log-probabilities of such a batch, ready to compile."""
-        batch = learner.abstract_batch(self.learning, row_tokens, self.mesh)
-        return self.old_logprobs.lower(self.state.params, self.start_weights, batch)
-
-    def compile_old_logprobs(self) -> Callable | None:
-        """The learner's own old log-probabilities, compiled; None where the loss takes none."""
-        needed = takes_old_logp(self.learning)
-        return self._for_all_rows(self.lower_old_logprobs) if needed else None
-
-    def _for_all_rows(self, lower: Callable[[int], jax.stages.Lowered]) -> Callable:
-        """Compiles a program of batches for each length of their rows; the result takes any."""
+    def compile_learner(self) -> dict[str, Callable]:
+        """Compiles these for all lengths: what does not fit shows before anything is sampled."""
         lengths = learner.row_lengths(self.learning)
+        lowered = {(n, name): it for n in lengths for name, it in self.lower_learner(n).items()}
         with concurrent.futures.ThreadPoolExecutor() as pool:
-            compiled = pool.map(jax.stages.Lowered.compile, [lower(length) for length in lengths])
-            programs = dict(zip(lengths, compiled, strict=True))
+            compiled = pool.map(jax.stages.Lowered.compile, lowered.values())
+            programs = dict(zip(lowered, compiled, strict=True))
 
-        def run(*arguments):
-            batch = next(it for it in arguments if isinstance(it, Batch))
-            return programs[batch.tokens_BT.shape[-1]](*arguments)
+        def run(name, policy, start_weights, batch, *rate):
+            program = programs[batch.tokens_BT.shape[-1], name]
+            return program(policy, start_weights, batch, *rate)
 
-        return run
+        return {name: functools.partial(run, name) for _, name in programs}
 
     def load_weights(self, *, dtype: str) -> dict:
         """All weights of the start policy on the mesh: loaded, or random from the seed."""
@@ -101,7 +95,7 @@ class Programs:
 
         def init():
             params = split(Transformer(self.sizes, key=key(config, INIT_STREAM)))[1]
-            return learner.cast(params, dtype)
+            return optax.tree.cast(params, dtype)
 
         return jax.jit(init, out_shardings=self.weight_shardings)()
 
@@ -311,12 +305,10 @@ def programs(config: ConfigDict, vocab_size: int, *, devices=None) -> Programs:
     constants = learning(config, vocab_size, kernels, routes=sizes.routes)
     graph, params = abstract_params(sizes)
     shardings = rules.param_shardings(mesh, param_axes(params), params, rules.LEARNER)
-    weights = jax.eval_shape(lambda p: learner.cast(p, config.model.compute_dtype), params)
+    weights = jax.eval_shape(lambda p: optax.tree.cast(p, config.model.compute_dtype), params)
     trained = abstract_adapters(sizes, constants.lora) if constants.lora else params
-    trained_shardings = rules.param_shardings(mesh, param_axes(trained), trained, rules.LEARNER)
     state = jax.eval_shape(functools.partial(learner.init_state, learning=constants), trained)
-    everywhere = rules.replicated(mesh)
-    state_shardings = learner.shardings_like_params(state, trained_shardings, everywhere)
+    state_shardings = rules.param_shardings(mesh, param_axes(state), state, rules.LEARNER)
 
     def sampler_weights(params, start_weights):
         return unstack(learner.sampled_weights(params, start_weights, constants))
@@ -340,7 +332,7 @@ def programs(config: ConfigDict, vocab_size: int, *, devices=None) -> Programs:
         reshard=jax.jit(sampler_weights, out_shardings=engine_shardings, compiler_options=options),
         update=jax.jit(
             functools.partial(learner.update, graph=graph, mesh=mesh, learning=constants),
-            out_shardings=(state_shardings, everywhere),
+            out_shardings=(state_shardings, rules.replicated(mesh)),
             donate_argnums=0,
             compiler_options=as_written | dict(kernels.update_options),
         ),

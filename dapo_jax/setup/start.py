@@ -6,10 +6,8 @@
 A config is a wish until `plan` resolves it into a new one, without open keys. `plan` locks, writes,
 loads to devices and compiles nothing (preflight; `plan_training`: a dry run). `open_run` has all
 that a training step needs, setup/policy.py the weights of a policy. They raise ValueError and
-OSError, with the setting to change, on all processes alike.
-
-A fork goes on with its parent's state, place in the prompt stream and randomness, under another
-config. The parent is read and never written to.
+OSError, with the setting to change, on all processes alike. README.md says what a fork shares with
+its parent.
 """
 
 import contextlib
@@ -100,10 +98,6 @@ class Run(Planned):
     update: Callable
     old_logprobs: Callable | None
     seconds: dict[str, float]
-
-    def sampler_weights(self, params: dict) -> dict:
-        """Returns weights as the sampler shards them."""
-        return self.programs.reshard(params, self.start_weights)
 
     def evaluates_in(self, step: int) -> bool:
         """Returns whether the policy that a step samples is evaluated in the same session."""
@@ -233,7 +227,7 @@ def open_run(
     streams = (training, *(components.eval_streams(config, planned.tokenizer) if sets else ()))
     with watch("compile"):
         say.phase("compiling the update")
-        update, old_logprobs = programs.compile_update(), programs.compile_old_logprobs()
+        of_learner = programs.compile_learner()
         say.phase("compiling the sampler")
         programs.engine.compile(*(stream.sampling for stream in streams))
     spent = watch.seconds()
@@ -248,8 +242,8 @@ def open_run(
         step_plan=components.step_plan(config, planned.data),
         sets=sets,
         streams=streams,
-        update=update,
-        old_logprobs=old_logprobs,
+        update=of_learner["update"],
+        old_logprobs=of_learner.get("old_logprobs"),
         seconds=spent | {"load": spent["total"] - spent["compile"]},
     )
     return run, state, progress
@@ -295,15 +289,14 @@ def parents_checkpoints(config: ConfigDict, parent: Parent) -> Checkpoints:
 
 def require_finite_start(config: ConfigDict, step: int, loaded, start_weights: dict | None) -> None:
     """Refuses a start model or a checkpoint with numbers that are not finite (ValueError)."""
-    path, weights = config.model.path, start_weights
     if step:
         advice = "move it away to go on with the one before, or give another --workdir"
         require_finite(loaded, f"checkpoint {step}", advice=advice)
-    elif weights is None:
-        weights = loaded
-    if weights is not None:
-        model = f"model.path = {path!r}" if path else f"random weights of seed {config.seed}"
-        require_finite(weights, model, advice="give another model.path")
+    elif start_weights is None:
+        start_weights = loaded
+    path = config.model.path
+    model = f"model.path = {path!r}" if path else f"random weights of seed {config.seed}"
+    require_finite(start_weights, model, advice="give another model.path")
 
 
 def is_finished(config: ConfigDict, workdir: pathlib.Path, parent: Parent | None) -> bool:

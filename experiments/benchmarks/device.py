@@ -290,7 +290,7 @@ def agree_step(work: Work) -> str:
         weights = programs.reshard(state.params, None)
         groups = groups or common.sample(programs, weights, prompts, [[64] * 4] * 4)[0]
         batch = minibatch(groups, advantage_PG, programs.learning, programs.mesh)
-        state, metrics = programs.compile_update()(state, None, batch, np.float32(1e-6))
+        state, metrics = programs.compile_learner()["update"](state, None, batch, np.float32(1e-6))
         return groups, jax.device_get(state), jax.device_get(metrics)
 
     (groups, state, metrics), (again, state_again, _) = step(built), step(built)
@@ -358,7 +358,11 @@ def update(work: Work, preset: str, row_tokens: int) -> str:
         learner__row_tokens=row_tokens,
         learner__micro_batch_rows=len(devices),
     )
-    program, state, rng = built.compile_update(), built.start_state(), np.random.default_rng(0)
+    program, state, rng = (
+        built.compile_learner()["update"],
+        built.start_state(),
+        np.random.default_rng(0),
+    )
     vocab, tokens = built.sizes.vocab_size, row_tokens - PROMPT + 1
     uniform_T = np.full(tokens, -np.log(vocab), np.float32)
 
@@ -490,7 +494,7 @@ def step(work: Work, preset: str) -> str:
 
     how = {"groups": r.generation_prompts, "group_size": r.group_size, "seed": 0}
     length_PG = response_lengths(work.max_tokens / 4, longest=work.max_tokens, **how)
-    program, state = built.compile_update(), built.start_state()
+    program, state = built.compile_learner()["update"], built.start_state()
     weights = built.reshard(state.params, None)
     built.engine.compile(sampling)
     prompts = common.random_prompts(built, r.generation_prompts, r.max_prompt_tokens)

@@ -62,7 +62,7 @@ def ours(size: str, length_PG: np.ndarray) -> Callable[[], dict[str, float]]:
         learner__micro_batch_rows=FLAGS.rows,
         learner__remat="none",
     )
-    update, state = built.compile_update(), built.start_state()
+    update, state = built.compile_learner()["update"], built.start_state()
     prompts = common.random_prompts(built, PROMPTS, PROMPT)
     advantage_PG = np.random.default_rng(0).normal(size=(PROMPTS, GROUP)).astype(np.float32)
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from configs import smollm2_135m, tiny
-from dapo_jax import algorithm, learner, train
+from dapo_jax import algorithm, learner, losses, train
 from dapo_jax.checkpoints.progress import Progress
 from dapo_jax.logs.metrics import Stopwatch
 from dapo_jax.process import hosts
@@ -201,7 +201,8 @@ def of_seed(model: str, seed: int, workdir: pathlib.Path) -> list[dict]:
         config = run.config
         rollouts, _, _ = train.sample(run, 0, state, Progress(), None, Stopwatch())
         reward_PG = train.reward(config, rollouts)
-        advantage_PG = train.advantage(config, rollouts, reward_PG)
+        scale = config.algo.advantage_scale
+        advantage_PG = losses.advantages(reward_PG, rollouts.kept, rollouts.length_PG, scale=scale)
         programs = run.programs
         batches = learner.minibatches(rollouts, advantage_PG, programs.learning, programs.mesh)
         step, published = Step(run, [*batches]), jax.device_get(state.params)
@@ -291,7 +292,8 @@ def changed(one, other) -> float:
 def described(log_r_N, exact_N, advantage_N) -> dict[str, float]:
     """Describes log r: its size, how it scatters about float32's, and what Eq. 8 clips of it."""
     bounds = {"eps_low": 0.2, "eps_high": 0.28, "dual_clip": 10.0}
-    held = algorithm.clip_indicators(log_r_N, np.zeros_like(log_r_N), advantage_N, **bounds)
+    zero_N = np.zeros_like(log_r_N)
+    _, held = algorithm.token_policy_loss(log_r_N, zero_N, advantage_N, **bounds)
     return {
         "mean": float(np.abs(log_r_N).mean()),
         "extra_std": float((log_r_N - exact_N).std()),
