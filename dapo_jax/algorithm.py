@@ -155,16 +155,6 @@ def above_lowest(reward_PG: np.ndarray) -> np.ndarray:
     return reward_PG > np.min(reward_PG, axis=1, keepdims=True)
 
 
-def first_informative(correct_PG: np.ndarray, *, num_prompts: int) -> np.ndarray:
-    """Chooses the first `num_prompts` informative groups (Eq. 11) in prompt order.
-
-    `correct_PG`: [P, G] as in `informative_groups`, all prompts generated so far. Returns
-    ascending row indices, fewer than `num_prompts` if there are not enough. The choice depends on
-    the order of prompts alone, not on which response was ready first, so it favours no length.
-    """
-    return np.flatnonzero(informative_groups(correct_PG))[:num_prompts]
-
-
 def token_weights(mask_PGT: np.ndarray, *, mode: str, max_tokens: int = 0) -> np.ndarray:
     """Weighs each token's loss in one update, by a name of AGGREGATIONS.
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from dapo_jax.algorithm import above_lowest, first_informative, informative_groups, shaped_reward
+from dapo_jax.algorithm import above_lowest, informative_groups, shaped_reward
 from dapo_jax.grading import Grading
 from dapo_jax.sampler.session import Session
 from dapo_jax.types import TRAINING, Group, PartialGroup, Prompt, Rollouts
@@ -90,9 +90,7 @@ def collect(
             step.add(grading.exchange([]))
     sampled, end, go_on = step.result()
     success_PG = np.stack([plan.success(group) for group in sampled])
-    kept = first_informative(success_PG, num_prompts=plan.num_prompts)
-    if not plan.dynamic_sampling:
-        kept = np.arange(min(plan.num_prompts, len(sampled)))
+    kept = np.flatnonzero([plan.counts(group) for group in sampled])[: plan.num_prompts]
     requests, seconds = step.issued * plan.group_size, session.stats.seconds | grading.seconds
     return Rollouts(
         sampled=sampled,

@@ -182,12 +182,6 @@ class PartialGroup:
     unfinished_G: tuple[bool, ...]
 
     @property
-    def ended(self) -> list[Response | None]:
-        """Lists the responses that have ended; None for the others."""
-        pairs = zip(self.responses, self.unfinished_G, strict=True)
-        return [None if unfinished else response for response, unfinished in pairs]
-
-    @property
     def tokens(self) -> int:
         """Counts the tokens there are."""
         return sum(len(response.tokens_T) for response in self.responses)

@@ -140,11 +140,11 @@ newest_one_late dapo_jax/sampler/session.py episodes::test_given_tokens_stand_wh
 - plan.sampled_N % self._engine.cache.page_tokens - 1
 + plan.sampled_N % self._engine.cache.page_tokens - 2
 prompt_freed_early dapo_jax/sampler/scheduler.py scheduler
-- limits, first_tokens, part, len(part), keeps)
-+ limits, first_tokens, part, max(1, len(part) - 1), keeps)
+- limits, first_tokens, part, len(part), keeps, parks)
++ limits, first_tokens, part, max(1, len(part) - 1), keeps, parks)
 oldest_preempted dapo_jax/sampler/scheduler.py scheduler
-- youngest = self._by_age(d, self._active_DB[d])[-1]
-+ youngest = self._by_age(d, self._active_DB[d])[0]
+- youngest = int(age_B.argmax())
++ youngest = int(np.where(age_B < 0, age_B.max(), age_B).argmin())
 turns_border dapo_jax/episodes.py episodes::test_turns_are_limited_and_a_cut_one_is_rewarded_alone
 - if messages and episode.turns < self._max_turns:
 + if messages and episode.turns <= self._max_turns:

@@ -138,7 +138,8 @@ class Scripted:
     def close(self, number=None):
         pass
 
-    def ask(self, where, cursor, prompt, response, room):
+    def ask(self, where, prompt, response, room):
+        cursor, _ = where
         turns = int(np.sum(np.diff(response.sampled_T.astype(int)) < 0)) + 1
         tokens = [3, 50 + cursor % 7, 51, 52, 53][: 1 + turns + cursor % 3]  # 3 is a stop token
         more = response.stopped and turns < 3 and len(tokens) < room
@@ -177,10 +178,11 @@ def reference(request):
     engine, *rest = build(config, SPARE, params)
     with (
         mock.patch.object(session_module, "LONG_ANSWER", longest),
-        mock.patch.object(engine, "recompute", wraps=engine.recompute) as recompute,
+        mock.patch.object(engine, "fill", wraps=engine.fill) as fill,
     ):
         yield config, params, played(engine, *rest, Scripted())
-        assert recompute.called == (longest == 2)
+        computed = any(call.args[0] == "recompute" for call in fill.call_args_list)
+        assert computed == (longest == 2)
 
 
 @pytest.mark.parametrize(("cache", "shards"), [(SCARCE, 1), (SPARE, 2), (SCARCE, 2)])
@@ -450,7 +452,7 @@ def test_a_models_own_form_of_calls_is_read_by_its_response_template(calls, turn
     running = Environments(given, load(folder, chat="template"), max_turns=2)
     begun = Response(np.zeros(1, np.int32), np.zeros(1, np.float32), stopped=True)
     prompt = Prompt(np.zeros(1, np.int32), EXAMPLE, "k")
-    answers = running._replayed(prompt, begun).episode.answer(turn)
+    answers = running._replayed(prompt, begun).answer(turn)
     assert len(answers) == len(said)
     assert all(it["content"].startswith(text) for it, text in zip(answers, said, strict=True))
 
@@ -559,7 +561,7 @@ def answered(running, tokens, given, *, room=100):
     """The answer to the last turn of a response."""
     tokens = np.array(tokens)
     response = Response(tokens, np.zeros(len(tokens)), True, given_T=np.array(given))
-    running.ask((0, 0), 0, PROMPT, response, room)
+    running.ask((0, 0), PROMPT, response, room)
     ((_, answer),) = running.answers(wait=True)
     return answer
 

@@ -152,7 +152,7 @@ class ScriptedSession:
             cursor, responses, unfinished_G = self._names[number][1], [], []
             for g, ended in enumerate(self._group(0, cursor).responses):
                 more = (number, g) in slots or self._waits(number, g)
-                n = slots[number, g][2] if (number, g) in slots else max(ended.ends, default=0)
+                n = slots[number, g].tokens if (number, g) in slots else max(ended.ends, default=0)
                 n = n if more else len(ended.tokens_T)
                 response = Response(np.full(n, cursor), np.zeros(n), not more, ends=ended.ends)
                 responses.append(response.continued())

@@ -236,12 +236,12 @@ def test_a_sample_that_begins_anew_takes_the_pages_of_those_that_wait():
     """Some were free, but too few for a long answer, and nothing went on."""
     cache = dataclasses.replace(CACHE, slots=2, pages=6, max_response_tokens=40, turns=True)
     scheduler = Scheduler(cache, 1)
-    scheduler.submit(0, 9, [40, 40])
+    scheduler.submit(0, 9, [40, 40], parks=True)
     turns_N = np.array([4, 16])
     while scheduler.has_work:
         plan = scheduler.next_block()
         left_N = turns_N[plan.sample_N] - plan.sampled_N
-        scheduler.complete(np.minimum(left_N, 4), left_N <= 4, np.ones(len(left_N), bool))
+        scheduler.complete(np.minimum(left_N, 4), left_N <= 4)
     assert not scheduler.next_block().sample_N.size
     scheduler.resume(0, 0, first_tokens=24)  # 4 pages of 8 tokens with what comes next; 3 are free
     plan = scheduler.next_block()

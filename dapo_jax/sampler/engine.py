@@ -99,21 +99,15 @@ class Engine:
             compiled = pool.map(lambda lowered: lowered.compile(), missing.values())
             self._programs |= dict(zip(missing, compiled, strict=True))
 
-    def prefill(self, params, prompt_pages, tokens_RT, page_RI):
-        """Runs prefill for [shards * rows] prompts of one bucket: (pages, route_RTLA or None).
+    def fill(self, name: str, params, pages, *of_rows):
+        """Runs prefill, or recompute, for [shards * rows] rows: (pages, route_RTLA or None).
 
-        The old pages are gone. The routes are NumPy's.
+        name: of the function in `decode`; of_rows: its arrays, the bucket's page_RI last. The old
+        pages are gone. The routes are NumPy's.
         """
-        program = self._programs["prefill", None, page_RI.shape[1]]
-        of_host = hosts.place((tokens_RT, page_RI), self._rows)
-        pages, route_RTLA = program(params, prompt_pages, *of_host)
+        program = self._programs[name, None, of_rows[-1].shape[1]]
+        pages, route_RTLA = program(params, pages, *hosts.place(of_rows, self._rows))
         return pages, hosts.fetch(route_RTLA)
-
-    def recompute(self, params, pages, tokens_RT, tokens_R, begin_R, page_RI):
-        """Recomputes [shards * rows] partial responses of a bucket; the old pages are gone."""
-        program = self._programs["recompute", None, page_RI.shape[1]]
-        of_host = hosts.place((tokens_RT, tokens_R, begin_R, page_RI), self._rows)
-        return program(params, pages, *of_host)[0]
 
     def decode(self, params, prompt_pages, pages, run_key_Z, rows, page_P, samplings):
         """Decodes a block: returns (pages, token_SB, logp_SB, route_SBLA or None).

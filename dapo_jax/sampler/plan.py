@@ -21,7 +21,7 @@ class Prefix:
     limits: the greatest number of tokens of every sample of the group; first_tokens: how many it
     begins with when it gets a slot. pages: None while the prompt waits in the queue, and once all
     of its samples have ended. keeps: whether a sample that loses its slot goes on from the tokens
-    that it has.
+    that it has. parks: whether one that ended keeps its pages, for an environment's answer.
     """
 
     group: int
@@ -30,15 +30,16 @@ class Prefix:
     first_tokens: list[int | None]
     samples: Sequence[int]
     unfinished: int
-    keeps: bool = False
+    keeps: bool
+    parks: bool
     shard: int = -1
     pages: np.ndarray | None = None
 
 
-class Finished(NamedTuple):
-    """A sample that ended or lost its slot, and the pages that held its tokens, in order.
+class Held(NamedTuple):
+    """A sample in a slot, or one that left it, with the pages of its tokens in order.
 
-    stopped: False where it reached its limit.
+    stopped: whether it has ended, and not at its limit.
     """
 
     group: int
@@ -115,7 +116,7 @@ class Plan:
 
     prefills: list[Prefill]
     recomputes: list[Prefill]
-    preempted: list[Finished]
+    preempted: list[Held]
     moves: Moves
     shard_N: np.ndarray
     slot_N: np.ndarray

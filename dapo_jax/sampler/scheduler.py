@@ -23,7 +23,7 @@ import numpy as np
 
 from dapo_jax.sampler.cache import NULL_PAGE, WATERMARK_BLOCKS, Cache
 from dapo_jax.sampler.plan import (
-    Finished,
+    Held,
     Moves,
     Parked,
     Plan,
@@ -67,17 +67,18 @@ class Scheduler:
         *,
         first_tokens: Sequence[int | None] = (),
         keeps: bool = False,
+        parks: bool = False,
     ) -> None:
         """Queues a group: one sample of at most so many tokens for each of the limits.
 
         first_tokens: the number of tokens that each begins with, whole blocks; None: it has ended.
-        keeps: as of `Prefix`.
+        keeps, parks: as of `Prefix`.
         """
         readers, first_tokens = self.cache.readers, list(first_tokens) or [0] * len(limits)
         samples = [i for i, tokens in enumerate(first_tokens) if tokens is not None]
         parts = [samples[i : i + readers] for i in range(0, len(samples), readers)]
         prefixes = [
-            Prefix(group, prompt_tokens, limits, first_tokens, part, len(part), keeps)
+            Prefix(group, prompt_tokens, limits, first_tokens, part, len(part), keeps, parks)
             for part in parts
         ]
         self._queue.extend(prefixes)
@@ -96,17 +97,11 @@ class Scheduler:
                 self._release(prefix)
         self._queue = collections.deque(p for p in self._queue if p.group != group)
 
-    def pages(self, d: int, b: int) -> np.ndarray:
-        """Lists the pages of a slot's sample, in order."""
-        return self._rows_DB["response_pages"][d, b, : self._rows_DB["pages"][d, b]]
-
     @property
-    def occupied(self) -> dict[tuple[int, int], tuple[int, int, int]]:
-        """Maps the (group, sample) in each occupied slot to (shard, slot, its tokens)."""
-        shard_N, slot_N = np.nonzero(self._active_DB)
-        columns = (self._rows_DB[it][shard_N, slot_N] for it in ("group", "sample", "sampled"))
-        rows = np.stack([*columns, shard_N, slot_N], axis=1).tolist()
-        return {(group, g): (d, b, tokens) for group, g, tokens, d, b in rows}
+    def occupied(self) -> dict[tuple[int, int], Held]:
+        """Maps the (group, sample) in each occupied slot to what it holds."""
+        held = [self._held(d, b) for d, b in np.argwhere(self._active_DB).tolist()]
+        return {(it.group, it.sample): it for it in held}
 
     @property
     def unfinished(self) -> list[int]:
@@ -182,14 +177,11 @@ class Scheduler:
         table["response_pages"][row_N] = number_DP[shard_N[:, None], pool_NJ]
         return table, page_DP.reshape(-1), row_N
 
-    def complete(
-        self, used_N: np.ndarray, stopped_N: np.ndarray, parks_N: np.ndarray | None = None
-    ) -> list[Finished]:
+    def complete(self, used_N: np.ndarray, stopped_N: np.ndarray) -> list[Held]:
         """Ends the planned block, in which every occupied slot sampled `used_N` more tokens.
 
-        Samples that stopped, or have reached their limit, leave their slots and are returned. Of
-        these parks_N names those that keep their pages until `resume`, behind whole blocks, or
-        `end`.
+        Samples that stopped, or have reached their limit, leave their slots and are returned. Those
+        that park keep their pages until `resume`, behind whole blocks, or `end`.
         """
         shard_N, slot_N = np.nonzero(self._active_DB)
         sampled_N = self._rows_DB["sampled"][shard_N, slot_N] + used_N
@@ -197,14 +189,14 @@ class Scheduler:
         finished = []
         ended_N = stopped_N | (sampled_N == self._rows_DB["limit"][shard_N, slot_N])
         for n in np.flatnonzero(ended_N).tolist():
-            d, b, tokens = int(shard_N[n]), int(slot_N[n]), int(sampled_N[n])
-            prefix, sample = self._in_slot(d, b)
-            age, pages = int(self._rows_DB["age"][d, b]), self._leave(d, b)
-            finished.append(Finished(prefix.group, sample, tokens, bool(stopped_N[n]), d, pages))
-            if parks_N is not None and parks_N[n]:
-                whole = tokens - tokens % self.cache.block_tokens  # a block is in one page
-                self._parked[prefix.group, sample] = Parked(prefix, age, whole, pages)
-                self._free_DP[d, pages] = False
+            d, b = int(shard_N[n]), int(slot_N[n])
+            prefix, age = self._rows_DB["prefix"][d, b], int(self._rows_DB["age"][d, b])
+            it = self._leave(d, b)._replace(stopped=bool(stopped_N[n]))
+            finished.append(it)
+            if prefix.parks:
+                whole = it.tokens - it.tokens % self.cache.block_tokens  # a block is in one page
+                self._parked[it.group, it.sample] = Parked(prefix, age, whole, it.pages)
+                self._free_DP[d, it.pages] = False
             else:
                 self._ended(prefix)
         return finished
@@ -226,9 +218,8 @@ class Scheduler:
 
     def _unpark(self, key: tuple[int, int]) -> Prefix:
         """Frees the pages of a parked sample; returns its prompt."""
-        prefix, _, _, pages = self._parked.pop(key)
-        self._free_DP[prefix.shard, pages] = True
-        return prefix
+        self._begin_anew(key)
+        return self._parked.pop(key).prefix
 
     def _drop(self, d: int, younger_than: int = -1) -> bool:
         """Takes the pages of the youngest sample that is parked on a shard; it starts again.
@@ -262,9 +253,6 @@ class Scheduler:
 
     def _ready_D(self) -> np.ndarray:
         return np.array(list(map(len, self._ready)))
-
-    def _in_slot(self, d: int, b: int) -> tuple[Prefix, int]:
-        return self._rows_DB["prefix"][d, b], int(self._rows_DB["sample"][d, b])
 
     def _wanted_D(self) -> np.ndarray:
         """Counts each shard's free slots less its ready samples; negative where those are more."""
@@ -307,7 +295,7 @@ class Scheduler:
         prefix.shard, prefix.pages = d, np.flatnonzero(self._free_prompt_DP[d])[:pages]
         self._free_prompt_DP[d, prefix.pages] = False
 
-    def _grow(self) -> list[Finished]:
+    def _grow(self) -> list[Held]:
         """Gives a page to every response whose last one is full, the oldest sample first.
 
         Where a shard has too few, the youngest sample is preempted, as often as needed. Returns
@@ -316,38 +304,30 @@ class Scheduler:
         preempted = []
         full_DB = self._rows_DB["sampled"] == self._rows_DB["pages"] * self.cache.page_tokens
         full_DB &= self._active_DB
-        for d in np.flatnonzero(full_DB.sum(axis=1) > self._free_DP.sum(axis=1)).tolist():
-            for b in self._by_age(d, full_DB[d]):
-                while full_DB[d, b] and not self._free_DP[d].any():
-                    youngest = self._by_age(d, self._active_DB[d])[-1]
-                    if self._drop(d, younger_than=self._rows_DB["age"][d, youngest]):
-                        continue
+        for d in range(self.shards):
+            while full_DB[d].sum() > self._free_DP[d].sum():
+                age_B = np.where(self._active_DB[d], self._rows_DB["age"][d], -1)
+                youngest = int(age_B.argmax())
+                if not self._drop(d, younger_than=age_B[youngest]):
                     full_DB[d, youngest] = False
                     preempted += self._preempt(d, youngest)
-                if full_DB[d, b]:
-                    self._give_pages(np.array([d]), np.array([b]))
-                    full_DB[d, b] = False
         shard_N, slot_N = np.nonzero(full_DB)
         order = np.lexsort((self._rows_DB["age"][shard_N, slot_N], shard_N))
         self._give_pages(shard_N[order], slot_N[order])
         return preempted
 
-    def _by_age(self, d: int, chosen_B: np.ndarray) -> list[int]:
-        slots = np.flatnonzero(chosen_B)
-        return slots[np.argsort(self._rows_DB["age"][d, slots])].tolist()
-
-    def _preempt(self, d: int, b: int) -> list[Finished]:
+    def _preempt(self, d: int, b: int) -> list[Held]:
         """Makes a sample wait until there is room; returns it if it keeps its tokens.
 
         Otherwise it starts again, and its tokens will be the same.
         """
-        prefix, sample = self._in_slot(d, b)
-        tokens = int(self._rows_DB["sampled"][d, b])
-        if prefix.keeps:
-            prefix.first_tokens[sample] = tokens
-        self._ready[d].appendleft((prefix, sample))
-        lost = Finished(prefix.group, sample, tokens, False, d, self._leave(d, b))
-        return [lost] if prefix.keeps else []
+        prefix = self._rows_DB["prefix"][d, b]
+        lost = self._leave(d, b)
+        self._ready[d].appendleft((prefix, lost.sample))
+        if not prefix.keeps:
+            return []
+        prefix.first_tokens[lost.sample] = lost.tokens
+        return [lost]
 
     def _admit(self) -> list[Prefill]:
         """Moves ready samples to free slots, lowest slot first, above the watermark of free pages.
@@ -400,13 +380,12 @@ class Scheduler:
         """Makes the calls for partial responses in these slots, in order of shards."""
         taken: dict[int, list[list]] = {}  # as in `_assign`
         for d, b in zip(shard_N.tolist(), slot_N.tolist(), strict=True):
-            prefix, sample = self._in_slot(d, b)
-            tokens = prefix.first_tokens[sample]
-            fed = prefix.prompt_tokens + tokens - 1
+            it = self._held(d, b)
+            fed = self._rows_DB["prompt_tokens"][d, b] + it.tokens
             bucket = self.cache.recompute_buckets.of(-(-fed // self.cache.page_tokens))
-            pages = self.pages(d, b)[: -(-tokens // self.cache.page_tokens)]
+            pages = it.pages[: -(-it.tokens // self.cache.page_tokens)]
             taken_D = taken.setdefault(bucket, [[] for _ in range(self.shards)])
-            taken_D[d].append((prefix.group, sample, pages))
+            taken_D[d].append((it.group, it.sample, pages))
         return prefill_calls(taken, self.cache.recompute_buckets)
 
     def _rebalance(self, *, wait: bool) -> Moves:
@@ -429,7 +408,7 @@ class Scheduler:
                 pages_DB = self._rows_DB["pages"]
                 pages_B = np.where(self._active_DB[d], pages_DB[d], self.cache.pages)
                 b, c = int(pages_B.argmin()), int(self._active_DB[e].argmin())
-                prefix, sample = self._in_slot(d, b)
+                prefix, sample = self._rows_DB["prefix"][d, b], int(self._rows_DB["sample"][d, b])
                 if self._has_room(e, len(prefix.pages), pages=pages_B[b]):
                     self._move(moves, self._part(moves, prefix, sample, e), (d, b), (e, c))
         return Moves(*(np.array(rows, np.int32).reshape(-1, 4) for rows in moves))
@@ -457,7 +436,7 @@ class Scheduler:
         pages = np.flatnonzero(self._free_DP[prefix.shard])[: self._rows_DB["pages"][old]]
         self._rows_DB["response_pages"][new][: len(pages)] = pages
         self._free_DP[prefix.shard, pages] = False
-        moves.pages_M4.extend(copies(old[0], self._leave(*old), prefix.shard, pages))
+        moves.pages_M4.extend(copies(old[0], self._leave(*old).pages, prefix.shard, pages))
 
     def _enter(self, d: int, b: int, prefix: Prefix, sample: int) -> None:
         anew = Parked(prefix, self._admissions, prefix.first_tokens[sample], np.zeros(0, int))
@@ -493,13 +472,20 @@ class Scheduler:
         self._rows_DB["response_pages"][shard_N, slot_N, pages_N] = page_N
         self._rows_DB["pages"][shard_N, slot_N] = pages_N + 1
 
-    def _leave(self, d: int, b: int) -> np.ndarray:
-        """Frees a slot and its sample's own pages, which are returned in order."""
-        pages = self.pages(d, b).copy()
-        self._free_DP[d, pages] = True
+    def _held(self, d: int, b: int) -> Held:
+        group, sample, tokens, pages = (
+            int(self._rows_DB[name][d, b]) for name in ("group", "sample", "sampled", "pages")
+        )
+        pages_J = self._rows_DB["response_pages"][d, b, :pages].copy()
+        return Held(group, sample, tokens, False, d, pages_J)
+
+    def _leave(self, d: int, b: int) -> Held:
+        """Frees a slot and its sample's own pages; returns what it held."""
+        held = self._held(d, b)
+        self._free_DP[d, held.pages] = True
         for column_DB in self._rows_DB.values():
             column_DB[d, b] = 0
-        return pages
+        return held
 
     def _release(self, prefix: Prefix) -> None:
         self._free_prompt_DP[prefix.shard, prefix.pages] = True

@@ -97,12 +97,13 @@ class Episode:
     """One environment in the middle of an episode.
 
     reads(text, schemas): a turn's tool calls in the model's own form; where it finds none,
-    `tool_calls` looks. turns, calls, failed_calls, timeouts: how many there were. Raises
-    EnvironmentFailed for what fails outside a tool.
+    `tool_calls` looks. turns, calls, failed_calls, timeouts: how many there were. said: what both
+    sides have read of each other. Raises EnvironmentFailed for what fails outside a tool.
     """
 
     def __init__(self, factory: Factory, example: Example, reads=lambda text, schemas: ()):
         self.turns = self.calls = self.failed_calls = self.timeouts = 0
+        self.said: list[Message] = []
         self._factory, self._reads, self._reward = factory, reads, None
         columns = {"prompt": list(example.prompt), "answer": example.answer}
         columns |= example.extra if isinstance(example.extra, Mapping) else {}
@@ -226,11 +227,8 @@ def _accepted(method: Callable, columns: Mapping) -> dict:
     return {it.name: columns[it.name] for it in parameters if it.name in columns}
 
 
-def within(seconds: float, call: Callable) -> Any:
-    """Returns what a call gives, in a thread of its own; TimeoutError where it takes too long.
-
-    A thread that hangs cannot be ended: it is left behind.
-    """
+def started(call: Callable) -> concurrent.futures.Future:
+    """Begins a call, maybe an async one, in a thread of its own that no program waits for."""
     found: concurrent.futures.Future = concurrent.futures.Future()
 
     def run():
@@ -243,6 +241,15 @@ def within(seconds: float, call: Callable) -> Any:
             found.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
 
     threading.Thread(target=run, name="environment", daemon=True).start()
+    return found
+
+
+def within(seconds: float, call: Callable) -> Any:
+    """Returns what a call gives; TimeoutError where it takes too long.
+
+    A thread that hangs cannot be ended: it is left behind.
+    """
+    found = started(call)
     if not concurrent.futures.wait([found], seconds).done:
         raise TimeoutError(f"{TIMED_OUT} {seconds:g} s")
     return found.result()

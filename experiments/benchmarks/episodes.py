@@ -46,7 +46,7 @@ class Fixed:
     def close(self, number=None) -> None:
         pass
 
-    def ask(self, where, cursor, prompt, response, room) -> None:
+    def ask(self, where, prompt, response, room) -> None:
         self._asked += 1
         self._turns[where] += 1
         goes_on = response.stopped and room > GIVEN and self._turns[where] < TURNS
