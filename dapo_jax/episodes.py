@@ -30,18 +30,20 @@ ATTEMPTS = 3
 Where = tuple[int, int]  # the session's number of a group, and the sample
 
 
-class Answer(NamedTuple):
-    """What an environment says to a turn: tokens to go on with, or with none the episode's end.
+class End(NamedTuple):
+    """The end of an episode: what its `Response` has then.
 
-    verdict: None where the task grades the last turn. turns: all that both sides said. is_cut:
-    whether there was no room to go on.
+    stopped: False where there was no room to go on. verdict: None where the task grades the last
+    turn. turns: all that both sides said.
     """
 
-    tokens: Sequence[int] = ()
+    stopped: bool
+    measures: Mapping[str, float]
     verdict: Verdict | None = None
-    measures: Mapping[str, float] | None = None
     turns: Sequence[Message] = ()
-    is_cut: bool = False
+
+
+Answer = Sequence[int] | End  # to a turn: tokens to go on with, or the end
 
 
 def _said(turn: str, messages: Sequence[Message]) -> list[Message]:
@@ -147,21 +149,21 @@ class Environments:
         return episode
 
     def _next(self, where: Where, episode: Episode, response: Response, room: int) -> Answer:
-        is_cut, text = False, self._text(response.turns_T[-1])
-        messages = episode.answer(text) if response.stopped else []
+        stopped, text = response.stopped, self._text(response.turns_T[-1])
+        messages = episode.answer(text) if stopped else []
         if messages and episode.turns < self._max_turns:
             tokens = self._tokenizer.between(messages, int(response.tokens_T[-1]))
             if len(tokens) < room:
                 episode.said += _said(text, messages)
                 self._episodes[where] = episode
-                return Answer(tokens)
-            is_cut = True
+                return tokens
+            stopped = False
         episode.said += _said(text, ())
-        verdict, measures = episode.verdict(), episode.measures()
+        verdict, measures = episode.verdict(), episode.measures
         episode.close()
         measures["turns"] = float(len(response.turns_T[::2]))
         measures["environment_tokens"] = float(np.sum(~response.sampled_T))
-        return Answer(verdict=verdict, measures=measures, turns=episode.said, is_cut=is_cut)
+        return End(stopped, measures, verdict, episode.said)
 
     def _text(self, tokens_T: np.ndarray) -> str:
         return self._tokenizer.decode(tokens_T.tolist())

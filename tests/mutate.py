@@ -119,8 +119,8 @@ expert_weights models/qwen3_moe.py experts::test_outputs_and_gradients_equal_the
 - softmax(take(logits_BTX)) if c.norm_topk
 + take(softmax(logits_BTX)) if c.norm_topk
 uniform_by_slot dapo_jax/sampler/decode.py engine::test_tokens_are_the_documented_function_of_seed_cursor_sample_and_position
-- request_keys(run_key, row["cursor"], row["sample"])
-+ request_keys(run_key, jnp.arange(B), row["sample"])
+- request_keys(run_key_B, row["cursor"], row["sample"])
++ request_keys(run_key_B, jnp.arange(B), row["sample"])
 block_offset dapo_jax/sampler/decode.py engine::test_behavior_logp_equals_teacher_forcing_around_page_boundaries
 - offset_B = sampled_B % cache.page_tokens
 + offset_B = sampled_B % cache.block_tokens

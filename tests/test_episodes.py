@@ -38,7 +38,7 @@ from transformers import AutoTokenizer
 from configs import base
 from dapo_jax import train
 from dapo_jax.checkpoints.progress import Progress
-from dapo_jax.episodes import Answer, Environments
+from dapo_jax.episodes import End, Environments
 from dapo_jax.logs.files import read_rollouts
 from dapo_jax.logs.record import rollout_rows, samples
 from dapo_jax.sampler import session as session_module
@@ -143,7 +143,7 @@ class Scripted:
         turns = int(np.sum(np.diff(response.sampled_T.astype(int)) < 0)) + 1
         tokens = [3, 50 + cursor % 7, 51, 52, 53][: 1 + turns + cursor % 3]  # 3 is a stop token
         more = response.stopped and turns < 3 and len(tokens) < room
-        answer = Answer(tokens if more else (), measures={"turns": turns})
+        answer = tokens if more else End(response.stopped, {"turns": turns})
         self.waiting += 1
         self.ready.append((time.monotonic() + self.delay(), (where, answer)))
 
@@ -336,7 +336,7 @@ def test_a_class_of_trls_contract_is_played():
     assert episode.answer("I am done.") == []
     verdict = episode.verdict()
     assert (verdict.correct, verdict.score) == (True, 1.0)
-    assert episode.measures() == {"calls": 9.0, "failed_calls": 6.0, "timeouts": 1.0}
+    assert episode.measures == {"calls": 9.0, "failed_calls": 6.0, "timeouts": 1.0}
     ends = Episode(Factory("tools:Done", Done, 1.0), EXAMPLE)
     assert ends.answer(call("multiply", a=6, b=7)) == [] and ends.verdict().score == 1.0
 
@@ -573,8 +573,9 @@ def plays(running, texts, *, room=100):
         tokens += [ord(text), 0]
         given += [False, False]
         answer = answered(running, tokens, given, room=room)
-        tokens += answer.tokens
-        given += [True] * len(answer.tokens)
+        if not isinstance(answer, End):
+            tokens += answer
+            given += [True] * len(answer)
     return answer
 
 
@@ -616,7 +617,7 @@ def test_an_episode_that_goes_on_elsewhere_is_played_again(before, says, error):
 @pytest.mark.parametrize("numbers", [(0,), ()], ids=["of a group", "all"])
 def test_an_episode_that_is_let_go_is_closed(numbers):
     running = broken()
-    assert plays(running, "a").tokens
+    assert plays(running, "a")
     running.close(*numbers)
     wait_for(lambda: Broken.closed == 1, seconds=9)
 
@@ -633,11 +634,11 @@ def test_a_thread_that_would_die_gives_an_answer(monkeypatch):
 
 def test_turns_are_limited_and_a_cut_one_is_rewarded_alone():
     answer = plays(broken(max_turns=2), "ab")
-    assert answer.tokens == () and answer.measures["turns"] == 2
+    assert answer.measures["turns"] == 2
     assert answer.measures["environment_tokens"] == len("same")
     said = [tuple(turn.values()) for turn in answer.turns]
     assert said == [("assistant", "a"), ("environment", "same"), ("assistant", "b")]
-    assert not answer.is_cut and plays(broken(), "a", room=len("same")).is_cut
+    assert answer.stopped and not plays(broken(), "a", room=len("same")).stopped
 
 
 def test_a_task_grades_the_last_turn_where_there_is_no_reward():

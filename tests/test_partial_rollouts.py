@@ -145,7 +145,7 @@ def test_a_response_that_loses_its_slot_keeps_its_tokens_and_those_of_others_sta
 
     def noted(prefills):
         for it in plans[-1].preempted:
-            group = session._groups[it.group]
+            group = session._groups[it.prefix.group]
             assert group.stream == 0
             lost.setdefault((group.cursor, it.sample), group.responses[it.sample])
         prefill(prefills)

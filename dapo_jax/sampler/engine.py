@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dapo_jax.process import hosts
-from dapo_jax.sampler.cache import Buckets, Cache, decode_sizes
+from dapo_jax.sampler.cache import Cache, decode_sizes
 from dapo_jax.sampler.decode import Sampling, copy_pages, decode_block, prefill, recompute
 from models.kernels import OPTIONS, Kernels, platform_of
 from models.parameters import ModelConfig
@@ -76,8 +76,8 @@ class Engine:
             ("prefill", of_prompts, prompt_pages, self.cache.prompt_buckets, 0),
             ("recompute", of_partial, pages, self.cache.recompute_buckets, 2),
         ):
-            for bucket in buckets.sizes:
-                program = self._lower_rows(run, pool, buckets, bucket, numbers=numbers)
+            for bucket, rows in buckets.items():
+                program = self._lower_rows(run, pool, bucket, self.shards * rows, numbers=numbers)
                 lowered[name, None, bucket] = program
         everywhere = rules.replicated(self.mesh)
         copy_M4 = jax.ShapeDtypeStruct((COPIES, 4), jnp.int32, sharding=everywhere)
@@ -143,9 +143,8 @@ class Engine:
 
         return ((array(H, C), array(C, H)),) * self.config.num_layers
 
-    def _lower_rows(self, run, pool, buckets: Buckets, bucket: int, *, numbers: int):
+    def _lower_rows(self, run, pool, bucket: int, rows: int, *, numbers: int):
         """Lowers a program of rows of tokens and pages, and so many numbers of each row between."""
-        rows = self.shards * buckets.rows(bucket)
         tokens_RT = self._host_array(rows, bucket * self.cache.page_tokens)
         of_rows = (tokens_RT, *[self._host_array(rows)] * numbers, self._host_array(rows, bucket))
         out = (self._specs(pool), rules.BATCH)

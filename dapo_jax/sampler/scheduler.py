@@ -25,7 +25,6 @@ from dapo_jax.sampler.cache import NULL_PAGE, WATERMARK_BLOCKS, Cache
 from dapo_jax.sampler.plan import (
     Held,
     Moves,
-    Parked,
     Plan,
     Prefill,
     Prefix,
@@ -34,8 +33,6 @@ from dapo_jax.sampler.plan import (
     ranks,
     rebalance,
 )
-
-_OF_CALLER = ("stream", "cursor", "token", "given")  # columns of a row
 
 
 class Scheduler:
@@ -51,10 +48,10 @@ class Scheduler:
         self._rows_DB = {  # of the slots: a table a column, a block looks at few
             name: np.zeros((shards, cache.slots, *dtype.shape), dtype.base)
             for name, (dtype, _) in {**cache.row_dtype.fields, **own.fields}.items()
-            if name not in _OF_CALLER
         }
         self._admissions = 0
-        self._parked: dict[tuple[int, int], Parked] = {}  # by group and sample
+        # By group and sample: they keep their pages until their environments have answered.
+        self._parked: dict[tuple[int, int], Held] = {}
         self._free_DP = np.ones((shards, cache.pages), bool)
         self._free_prompt_DP = np.ones((shards, cache.prompt_pages), bool)
         self._free_DP[:, NULL_PAGE] = self._free_prompt_DP[:, NULL_PAGE] = False
@@ -101,7 +98,7 @@ class Scheduler:
     def occupied(self) -> dict[tuple[int, int], Held]:
         """Maps the (group, sample) in each occupied slot to what it holds."""
         held = [self._held(d, b) for d, b in np.argwhere(self._active_DB).tolist()]
-        return {(it.group, it.sample): it for it in held}
+        return {(it.prefix.group, it.sample): it for it in held}
 
     @property
     def unfinished(self) -> list[int]:
@@ -136,7 +133,6 @@ class Scheduler:
             preempted=preempted,
             moves=moves,
             shard_N=occupied[0],
-            slot_N=occupied[1],
             group_N=rows_DB["group"][occupied],
             sample_N=rows_DB["sample"][occupied],
             sampled_N=sampled_N,
@@ -152,9 +148,9 @@ class Scheduler:
 
         sizes: the (rows, pages) of a shard that are compiled, ascending. rows: `Cache.row_dtype`,
         on each shard those of its occupied slots first, and of these those that are not `behind_N`;
-        row_N is the place of each. The columns `_OF_CALLER` are for the caller to fill in. page_P:
-        the pages that `response_pages` numbers, those in use; where the size has the whole pool, as
-        the pool does.
+        row_N is the place of each. The caller fills in the columns stream, cursor, token and given.
+        page_P: the pages that `response_pages` numbers, those in use; where the size has the whole
+        pool, as the pool does.
         """
         shard_N, slot_N = np.nonzero(self._active_DB)
         used_DP = ~self._free_DP
@@ -165,7 +161,7 @@ class Scheduler:
         row_N = np.empty_like(shard_N)
         row_N[np.lexsort((behind_N, shard_N))] = shard_N * rows + ranks(shard_N)
         table = np.zeros(self.shards * rows, self.cache.row_dtype)
-        for name in self._rows_DB.keys() & table.dtype.names:
+        for name in table.dtype.names:
             table[name][row_N] = self._rows_DB[name][shard_N, slot_N]
         if pages == self.cache.pages:
             return table, np.tile(np.arange(pages, dtype=np.int32), self.shards), row_N
@@ -189,16 +185,14 @@ class Scheduler:
         finished = []
         ended_N = stopped_N | (sampled_N == self._rows_DB["limit"][shard_N, slot_N])
         for n in np.flatnonzero(ended_N).tolist():
-            d, b = int(shard_N[n]), int(slot_N[n])
-            prefix, age = self._rows_DB["prefix"][d, b], int(self._rows_DB["age"][d, b])
-            it = self._leave(d, b)._replace(stopped=bool(stopped_N[n]))
+            it = self._leave(shard_N[n], slot_N[n])._replace(stopped=bool(stopped_N[n]))
             finished.append(it)
-            if prefix.parks:
+            if it.prefix.parks:
                 whole = it.tokens - it.tokens % self.cache.block_tokens  # a block is in one page
-                self._parked[it.group, it.sample] = Parked(prefix, age, whole, it.pages)
-                self._free_DP[d, it.pages] = False
+                self._parked[it.prefix.group, it.sample] = it._replace(tokens=whole)
+                self._free_DP[it.prefix.shard, it.pages] = False
             else:
-                self._ended(prefix)
+                self._ended(it.prefix)
         return finished
 
     def resume(self, group: int, sample: int, *, first_tokens: int = 0) -> None:
@@ -226,19 +220,18 @@ class Scheduler:
 
         Returns False where there is none that began after the admission `younger_than`.
         """
-        held = [key for key, it in self._parked.items() if it.prefix.shard == d and len(it.pages)]
-        key = max(held, key=lambda key: self._parked[key].age, default=None)
-        if key is None or self._parked[key].age < younger_than:
-            return False
-        self._begin_anew(key)
-        return True
+        here = [(it.age, key) for key, it in self._parked.items() if it.prefix.shard == d]
+        held = [it for it in here if it[0] > younger_than and len(self._parked[it[1]].pages)]
+        if held:
+            self._begin_anew(max(held)[1])
+        return bool(held)
 
     def _begin_anew(self, key: tuple[int, int]) -> None:
         """Frees the pages of a sample that stays parked: it has its first tokens alone."""
-        prefix, _, _, pages = self._parked[key]
-        self._free_DP[prefix.shard, pages] = True
-        first_tokens = prefix.first_tokens[key[1]]
-        self._parked[key] = self._parked[key]._replace(tokens=first_tokens, pages=np.zeros(0, int))
+        it = self._parked[key]
+        self._free_DP[it.prefix.shard, it.pages] = True
+        first_tokens = it.prefix.first_tokens[it.sample]
+        self._parked[key] = Held(it.prefix, it.sample, it.age, first_tokens)
 
     def _ended(self, prefix: Prefix) -> None:
         prefix.unfinished -= 1
@@ -265,17 +258,17 @@ class Scheduler:
         yet take the rows that would stay empty.
         """
         taken: dict[int, list[list]] = {}  # bucket -> of each shard the rows of calls
-        wanted_D = self._wanted_D()
+        buckets, wanted_D = self.cache.prompt_buckets, self._wanted_D()
         free_D = self._free_prompt_DP.sum(axis=1)
         while self._queue:
             prefix = self._queue[0]
             pages = self.cache.pages_of_prompt(prefix.prompt_tokens)
-            bucket = self.cache.prompt_buckets.of(pages)
+            bucket = next(it for it in (0, *buckets) if it >= pages)
             taken_D = taken.setdefault(bucket, [[] for _ in range(self.shards)])
             able_D = wanted_D > 0
             if bucket:
                 filled_D = np.array(list(map(len, taken_D)))
-                rows = self.cache.prompt_buckets.rows(bucket)
+                rows = buckets[bucket]
                 able_D |= filled_D < -(-filled_D.max() // rows) * rows
             able_D &= free_D >= pages
             if not able_D.any():
@@ -284,11 +277,11 @@ class Scheduler:
             self._queue.popleft()
             self._place(prefix, d, pages)
             self._ready[d].extend((prefix, sample) for sample in prefix.samples)
-            taken_D[d].append((prefix.group, -1, prefix.pages))
+            taken_D[d].append((prefix.group, None, prefix.pages))
             wanted_D[d] -= len(prefix.samples)
             free_D[d] -= pages
         taken.pop(0, None)
-        return prefill_calls(taken, self.cache.prompt_buckets)
+        return prefill_calls(taken, buckets)
 
     def _place(self, prefix: Prefix, d: int, pages: int) -> None:
         """Gives a prompt the lowest free pages of shard d."""
@@ -321,12 +314,11 @@ class Scheduler:
 
         Otherwise it starts again, and its tokens will be the same.
         """
-        prefix = self._rows_DB["prefix"][d, b]
         lost = self._leave(d, b)
-        self._ready[d].appendleft((prefix, lost.sample))
-        if not prefix.keeps:
+        self._ready[d].appendleft((lost.prefix, lost.sample))
+        if not lost.prefix.keeps:
             return []
-        prefix.first_tokens[lost.sample] = lost.tokens
+        lost.prefix.first_tokens[lost.sample] = lost.tokens
         return [lost]
 
     def _admit(self) -> list[Prefill]:
@@ -338,10 +330,8 @@ class Scheduler:
         cache, occupied_D = self.cache, self._active_DB.sum(axis=1)
         for d, ready in enumerate(self._ready if self._parked else ()):
             # Those that keep pages first: they would never be free else.
-            ages = {key: parked.age for key, parked in self._parked.items()}
-            last = self._admissions
-            order = sorted(ready, key=lambda it: ages.get((it[0].group, it[1]), last))
-            self._ready[d] = collections.deque(order)
+            order = sorted(ready, key=lambda it: self._before(*it).age)
+            ready = self._ready[d] = collections.deque(order)
             begins = ready and not occupied_D[d]
             while begins and self._free_DP[d].sum() < self._pages_to_enter(*ready[0]):
                 if not self._drop(d):
@@ -369,24 +359,28 @@ class Scheduler:
         begun_N = (begun_N > 0) & has_none_N  # parked ones have their pages
         return self._recomputes(shard_N[begun_N], slot_N[begun_N])
 
+    def _before(self, prefix: Prefix, sample: int) -> Held:
+        """Returns what a ready sample begins with: what it has parked, or its first tokens."""
+        anew = Held(prefix, sample, self._admissions, prefix.first_tokens[sample])
+        return self._parked.get((prefix.group, sample), anew)
+
     def _pages_to_enter(self, prefix: Prefix, sample: int) -> int:
         """Counts the pages that a ready sample needs beside those that it has."""
-        parked = self._parked.get((prefix.group, sample))
-        if parked and len(parked.pages):
-            return int(parked.tokens // self.cache.page_tokens == len(parked.pages))
-        return 1 + prefix.first_tokens[sample] // self.cache.page_tokens
+        before = self._before(prefix, sample)
+        return 1 + before.tokens // self.cache.page_tokens - len(before.pages)
 
     def _recomputes(self, shard_N: np.ndarray, slot_N: np.ndarray) -> list[Prefill]:
         """Makes the calls for partial responses in these slots, in order of shards."""
         taken: dict[int, list[list]] = {}  # as in `_assign`
+        buckets = self.cache.recompute_buckets
         for d, b in zip(shard_N.tolist(), slot_N.tolist(), strict=True):
             it = self._held(d, b)
             fed = self._rows_DB["prompt_tokens"][d, b] + it.tokens
-            bucket = self.cache.recompute_buckets.of(-(-fed // self.cache.page_tokens))
+            bucket = next(it for it in buckets if it * self.cache.page_tokens >= fed)
             pages = it.pages[: -(-it.tokens // self.cache.page_tokens)]
             taken_D = taken.setdefault(bucket, [[] for _ in range(self.shards)])
-            taken_D[d].append((it.group, it.sample, pages))
-        return prefill_calls(taken, self.cache.recompute_buckets)
+            taken_D[d].append((it.prefix.group, it.sample, pages))
+        return prefill_calls(taken, buckets)
 
     def _rebalance(self, *, wait: bool) -> Moves:
         """Moves samples from full shards to others, unless to wait for prompts without a shard.
@@ -408,7 +402,7 @@ class Scheduler:
                 pages_DB = self._rows_DB["pages"]
                 pages_B = np.where(self._active_DB[d], pages_DB[d], self.cache.pages)
                 b, c = int(pages_B.argmin()), int(self._active_DB[e].argmin())
-                prefix, sample = self._rows_DB["prefix"][d, b], int(self._rows_DB["sample"][d, b])
+                prefix, sample, *_ = self._held(d, b)
                 if self._has_room(e, len(prefix.pages), pages=pages_B[b]):
                     self._move(moves, self._part(moves, prefix, sample, e), (d, b), (e, c))
         return Moves(*(np.array(rows, np.int32).reshape(-1, 4) for rows in moves))
@@ -439,8 +433,8 @@ class Scheduler:
         moves.pages_M4.extend(copies(old[0], self._leave(*old).pages, prefix.shard, pages))
 
     def _enter(self, d: int, b: int, prefix: Prefix, sample: int) -> None:
-        anew = Parked(prefix, self._admissions, prefix.first_tokens[sample], np.zeros(0, int))
-        _, age, tokens, pages = self._parked.pop((prefix.group, sample), anew)
+        _, _, age, tokens, pages, _ = self._before(prefix, sample)
+        self._parked.pop((prefix.group, sample), None)
         self._admissions += 1
         row = {
             "active": 1,
@@ -473,11 +467,11 @@ class Scheduler:
         self._rows_DB["pages"][shard_N, slot_N] = pages_N + 1
 
     def _held(self, d: int, b: int) -> Held:
-        group, sample, tokens, pages = (
-            int(self._rows_DB[name][d, b]) for name in ("group", "sample", "sampled", "pages")
+        sample, age, tokens, pages = (
+            int(self._rows_DB[name][d, b]) for name in ("sample", "age", "sampled", "pages")
         )
         pages_J = self._rows_DB["response_pages"][d, b, :pages].copy()
-        return Held(group, sample, tokens, False, d, pages_J)
+        return Held(self._rows_DB["prefix"][d, b], sample, age, tokens, pages_J)
 
     def _leave(self, d: int, b: int) -> Held:
         """Frees a slot and its sample's own pages; returns what it held."""

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from dapo_jax.episodes import Answer, Environments, Where
+from dapo_jax.episodes import Answer, End, Environments, Where
 from dapo_jax.process import hosts
 from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.engine import Engine
@@ -135,14 +135,9 @@ class Session:
         had of the group, which goes on behind whole blocks of it. keeps: whether a sample that
         loses its slot goes on from its tokens, whose keys and values are computed again; other
         samples start again, so that their bits depend on no schedule.
-        Raises ValueError for an empty prompt, or one of more than `max_prompt_tokens`.
+
+        The prompt has 1 to `Cache.max_prompt_tokens` tokens: data sets have no others.
         """
-        length, longest = len(prompt.token_ids), self._engine.cache.max_prompt_tokens
-        if not 1 <= length <= longest:
-            raise ValueError(
-                f"the prompt at cursor {cursor} has {length} tokens; it needs at least 1 and "
-                f"at most rollout.max_prompt_tokens = {longest}"
-            )
         limit = self._samplings[stream].max_response_tokens
         limits = [limit] * group_size if max_tokens is None else list(max_tokens)
         number = stream * CURSORS + cursor
@@ -152,7 +147,7 @@ class Session:
         tokens = [self._whole_blocks(r, most) if more else None for r, more, most in of_samples]
         plays = self._environments.plays(prompt)
         how = {"first_tokens": tokens, "keeps": keeps, "parks": plays}
-        self._scheduler.submit(number, length, limits, **how)
+        self._scheduler.submit(number, len(prompt.token_ids), limits, **how)
         left = set(np.flatnonzero(partial.unfinished_G).tolist())
         responses = list(partial.responses)
         self._groups[number] = _Unfinished(stream, cursor, prompt, responses, left, plays)
@@ -220,7 +215,7 @@ class Session:
         start = time.perf_counter()
         plan = self._scheduler.next_block(more=more)
         for it in plan.preempted:
-            group = self._groups[it.group]
+            group = self._groups[it.prefix.group]
             group.responses[it.sample] = self._so_far(group, it)
         planned = time.perf_counter()
         self._prefill(plan.prefills)
@@ -271,10 +266,10 @@ class Session:
         return groups
 
     def _prefill(self, prefills: list[Prefill]) -> None:
-        for number_R, _, page_RI in prefills:
+        for names, page_RI in prefills:
             tokens = page_RI.shape[1] * self._engine.cache.page_tokens
-            tokens_RT = np.zeros((len(number_R), tokens), np.int32)
-            groups = {r: self._groups[int(number_R[r])] for r in np.flatnonzero(number_R >= 0)}
+            tokens_RT = np.zeros((len(page_RI), tokens), np.int32)
+            groups = {r: self._groups[number] for r, (number, _) in names.items()}
             for r, group in groups.items():
                 prompt = group.prompt.token_ids[:-1]
                 tokens_RT[r, : len(prompt)] = prompt
@@ -302,18 +297,17 @@ class Session:
             return
         C = self._engine.cache.page_tokens
         held = self._scheduler.occupied
-        for number_R, sample_R, page_RI in plan.recomputes:
+        for names, page_RI in plan.recomputes:
             tokens_RT = np.zeros((len(page_RI), page_RI.shape[1] * C), np.int32)
             tokens_R, begin_R = np.zeros((2, len(page_RI)), np.int32)
-            for r in np.flatnonzero(number_R >= 0).tolist():
-                it = held[int(number_R[r]), int(sample_R[r])]
-                group = self._groups[it.group]
+            for r, name in names.items():
+                group, it = self._groups[name[0]], held[name]
                 response, of_prompt = group.responses[it.sample], len(group.prompt.token_ids) - 1
                 fed = np.append(group.prompt.token_ids, response.tokens_T[: it.tokens - 1])
                 tokens_RT[r, : len(fed)] = fed
                 tokens_R[r], begin_R[r] = len(fed), of_prompt
                 index_T = np.arange(it.tokens)
-                where = (it.shard, it.pages[index_T // C], index_T % C)
+                where = (it.prefix.shard, it.pages[index_T // C], index_T % C)
                 self._token_DPC[where] = response.tokens_T[: it.tokens]
                 self._logp_DPC[where] = response.behavior_logp_T[: it.tokens]
                 if self._route_DPCLA is not None:
@@ -373,13 +367,13 @@ class Session:
         Those with an environment have ended a turn, on which it is asked.
         """
         for it in ended:
-            group = self._groups[it.group]
+            group = self._groups[it.prefix.group]
             response = group.responses[it.sample] = self._response(group, it)
             if not group.plays:
                 group.left.remove(it.sample)
                 continue
             room = self._samplings[group.stream].max_response_tokens - it.tokens
-            where = (it.group, it.sample)
+            where = (it.prefix.group, it.sample)
             if self._engine.cache.partial_rollouts:
                 self._asked[where] = self._decoded
             self._environments.ask(where, group.prompt, response, room)
@@ -396,29 +390,24 @@ class Session:
             if (group := self._groups.get(number)) is None:
                 continue  # cancelled meanwhile
             response = group.responses[sample]
-            if more := len(answer.tokens):
-                group.responses[sample] = dataclasses.replace(
-                    response,
-                    tokens_T=np.append(response.tokens_T, np.int32(answer.tokens)),
-                    behavior_logp_T=np.append(response.behavior_logp_T, np.zeros(more, np.float32)),
-                    given_T=np.append(~response.sampled_T, np.ones(more, bool)),
-                    stopped=False,
-                )
-                first = 0
-                if more > LONG_ANSWER and self._route_DPCLA is None:
-                    limit = self._samplings[group.stream].max_response_tokens
-                    first = self._whole_blocks(group.responses[sample], limit)
-                self._scheduler.resume(number, sample, first_tokens=first)
+            if isinstance(answer, End):
+                group.responses[sample] = dataclasses.replace(response, **answer._asdict())
+                group.left.remove(sample)
+                self._scheduler.end(number, sample)
                 continue
+            more = len(answer)
             group.responses[sample] = dataclasses.replace(
                 response,
-                stopped=response.stopped and not answer.is_cut,
-                verdict=answer.verdict,
-                measures=answer.measures,
-                turns=answer.turns,
+                tokens_T=np.append(response.tokens_T, np.int32(answer)),
+                behavior_logp_T=np.append(response.behavior_logp_T, np.zeros(more, np.float32)),
+                given_T=np.append(~response.sampled_T, np.ones(more, bool)),
+                stopped=False,
             )
-            group.left.remove(sample)
-            self._scheduler.end(number, sample)
+            first = 0
+            if more > LONG_ANSWER and self._route_DPCLA is None:
+                limit = self._samplings[group.stream].max_response_tokens
+                first = self._whole_blocks(group.responses[sample], limit)
+            self._scheduler.resume(number, sample, first_tokens=first)
 
     def _arrived(self) -> list[tuple[Where, Answer]]:
         """Returns the answers to take now; waits where one is due, or where all wait for one."""
@@ -445,7 +434,7 @@ class Session:
 
     def _response(self, group: _Unfinished, it: Held) -> Response:
         tokens_T, logp_T = (
-            pool_DPC[it.shard, it.pages].reshape(-1)[: it.tokens]
+            pool_DPC[it.prefix.shard, it.pages].reshape(-1)[: it.tokens]
             for pool_DPC in (self._token_DPC, self._logp_DPC)
         )
         # Less where it went on behind whole blocks.
@@ -461,7 +450,7 @@ class Session:
     def _route(self, group: _Unfinished, it: Held) -> np.ndarray | None:
         if self._route_DPCLA is None:
             return None
-        pages_PCLA = self._route_DPCLA[it.shard, it.pages]
+        pages_PCLA = self._route_DPCLA[it.prefix.shard, it.pages]
         route_TLA = pages_PCLA.reshape(-1, *pages_PCLA.shape[2:])[: it.tokens]
         of_prompt = group.prompt_route_TLA  # None where it has one token: nothing to prefill
         return route_TLA if of_prompt is None else np.concatenate([of_prompt, route_TLA])
