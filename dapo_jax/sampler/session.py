@@ -259,11 +259,10 @@ class Session:
             cache_use=plan.cache_use,
         )
         self._end(self._scheduler.complete(used_N, stopped_N))
-        groups = self._finished()
         spent["prefill"] += prefilled - planned
         spent["decode"] += decoded - launched
         spent["host"] += time.perf_counter() - decoded + launched - prefilled + planned - start
-        return groups
+        return self._finished()
 
     def _prefill(self, prefills: list[Prefill]) -> None:
         for names, page_RI in prefills:
