@@ -49,9 +49,9 @@ overlong_border dapo_jax/algorithm.py algorithm
 solved_groups dapo_jax/algorithm.py rollout
 - correct_PG.any(axis=1) & ~correct_PG.all(axis=1)
 + correct_PG.any(axis=1)
-last_groups dapo_jax/algorithm.py rollout
-- informative_groups(correct_PG))[:num_prompts]
-+ informative_groups(correct_PG))[-num_prompts:]
+last_groups dapo_jax/rollout.py rollout
+- for group in sampled])[: plan.num_prompts]
++ for group in sampled])[-plan.num_prompts :]
 truncation_cap dapo_jax/losses.py losses
 - jnp.minimum(ratio, cap), ratio > cap
 + jnp.maximum(ratio, cap), ratio > cap
