@@ -11,17 +11,18 @@ They have to be answered with the same tokens; after ATTEMPTS the run stops with
 conversation.
 """
 
+import concurrent.futures
 import contextlib
+import functools
 import operator
-import queue
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED
 from typing import NamedTuple
 
 import numpy as np
 
 from dapo_jax.process import hosts
-from dapo_jax.tasks.environments import TIMED_OUT, EnvironmentFailed, Episode, Factory
+from dapo_jax.tasks.environments import TIMED_OUT, EnvironmentFailed, Episode, Factory, started
 from dapo_jax.tasks.tokenizer import Tokenizer
 from dapo_jax.types import Message, Prompt, Response, Verdict
 
@@ -29,38 +30,25 @@ ATTEMPTS = 3
 Where = tuple[int, int]  # the session's number of a group, and the sample
 
 
-class Answer(NamedTuple):
-    """What an environment says to a turn: tokens to go on with, or with none the episode's end.
+class End(NamedTuple):
+    """The end of an episode: what its `Response` has then.
 
-    verdict: None where the task grades the last turn. turns: all that both sides said. is_cut:
-    whether there was no room to go on.
+    stopped: False where there was no room to go on. verdict: None where the task grades the last
+    turn. turns: all that both sides said.
     """
 
-    tokens: Sequence[int] = ()
+    stopped: bool
+    measures: Mapping[str, float]
     verdict: Verdict | None = None
-    measures: Mapping[str, float] | None = None
     turns: Sequence[Message] = ()
-    is_cut: bool = False
 
 
-class _Played(NamedTuple):
-    """An episode, and what its sides said."""
+Answer = Sequence[int] | End  # to a turn: tokens to go on with, or the end
 
-    episode: Episode
-    said: list[Message]
 
-    def close(self) -> None:
-        """Closes the environment, behind whoever lets go of it: it may take its time."""
-
-        def run():
-            with contextlib.suppress(EnvironmentFailed):
-                self.episode.close()
-
-        threading.Thread(target=run, daemon=True).start()
-
-    def add(self, turn: str, messages: Sequence[Message]) -> None:
-        answers = ({"role": "environment", "content": it["content"]} for it in messages)
-        self.said.extend(({"role": "assistant", "content": turn}, *answers))
+def _said(turn: str, messages: Sequence[Message]) -> list[Message]:
+    answers = ({"role": "environment", "content": it["content"]} for it in messages)
+    return [{"role": "assistant", "content": turn}, *answers]
 
 
 class Environments:
@@ -68,85 +56,88 @@ class Environments:
 
     def __init__(self, factories: Mapping[str, Factory], tokenizer: Tokenizer, *, max_turns: int):
         self._factories, self._tokenizer, self._max_turns = factories, tokenizer, max_turns
-        self._played: dict[Where, _Played] = {}
-        self._asked = 0  # of all processes, without answers yet
-        self._mine = 0
-        self._answers: queue.SimpleQueue = queue.SimpleQueue()
+        self._episodes: dict[Where, Episode] = {}
+        # The turns of all processes without answers yet; None: another one answers.
+        self._asked: dict[Where, concurrent.futures.Future | None] = {}
 
     def plays(self, prompt: Prompt) -> bool:
         """Returns whether a prompt's data set has an environment."""
         return prompt.key in self._factories
 
-    def ask(self, where: Where, cursor: int, prompt: Prompt, response: Response, room: int) -> None:
+    def ask(self, where: Where, prompt: Prompt, response: Response, room: int) -> None:
         """Gives a turn that ended to its environment; all processes call it alike.
 
         room: the tokens that the response may still have; one at least has to be sampled.
         """
-        self._asked += 1
-        if hosts.is_mine(cursor):
-            self._mine += 1
-            arguments = (where, prompt, response, room)
-            threading.Thread(target=self._run, args=arguments, daemon=True).start()
+        run = functools.partial(self._run, where, prompt, response, room)
+        self._asked[where] = started(run) if hosts.is_mine(where[0]) else None
 
     def close(self, number: int | None = None) -> None:
         """Lets go of the episodes of a cancelled group; None: of all."""
-        for where in list(self._played):  # their threads add and take some
-            if number in (None, where[0]) and (played := self._played.pop(where, None)):
-                played.close()
+        for where in list(self._episodes):  # their threads add and take some
+            if number in (None, where[0]) and (episode := self._episodes.pop(where, None)):
+                started(episode.close)
 
-    def answers(self, *, wait: bool) -> list[tuple[Where, Answer]]:
-        """Returns the answers that there are, on all processes the same, in one order.
+    def answers(
+        self, due: Collection[Where] | None = None, *, wait: bool
+    ) -> list[tuple[Where, Answer]]:
+        """Returns answers, on all processes the same, in one order.
 
-        wait: for one at least. Raises EnvironmentFailed, with the row and the conversation.
+        due: the turns whose answers are waited for; None: there are those that came, and where it
+        is to `wait`, one at least. Raises EnvironmentFailed, with the row and the conversation.
         """
-        if not self._asked:
+        asked = self._asked if due is None else due
+        if not asked:
             return []
-        found = []
-        while self._mine and (not self._answers.empty() or (wait and not found)):
-            found.append(self._answers.get())
-            self._mine -= 1
+        here = {where: job for where in asked if (job := self._asked[where])}
+        if wait:
+            until = FIRST_COMPLETED if due is None else ALL_COMPLETED
+            concurrent.futures.wait(here.values(), return_when=until)
+        found = [(where, job.result()) for where, job in here.items() if job.done()]
         everyone = [it for theirs in hosts.gather(found) for it in theirs]
         everyone.sort(key=operator.itemgetter(0))
-        self._asked -= len(everyone)
-        for _, answer in everyone:
+        for where, answer in everyone:
+            del self._asked[where]
             if isinstance(answer, str):
                 raise EnvironmentFailed(answer)
         return everyone
 
-    def _run(self, where: Where, prompt: Prompt, response: Response, room: int) -> None:
+    def _run(self, where: Where, prompt: Prompt, response: Response, room: int) -> Answer | str:
+        """Answers a turn, or says why not: without an answer the run would wait for ever."""
         try:
-            answer = self._answered(where, prompt, response, room)
-        except BaseException as error:  # without an answer the run would wait for ever
+            return self._answered(where, prompt, response, room)
+        except BaseException as error:
             answer = f"{prompt.example.source}, row {prompt.example.row}: {error}"
             with contextlib.suppress(Exception):  # what failed may be the decoding
                 turns = enumerate(map(self._text, response.turns_T[::2]), start=1)
                 answer += "".join(f"\n  turn {i}: {text!r:.300}" for i, text in turns)
-        self._answers.put((where, answer))
+            return answer
 
-    def _answered(self, where: Where, prompt: Prompt, response: Response, room: int) -> Answer:
-        for attempt in range(1, ATTEMPTS + 1):
-            played = self._played.pop(where, None)
-            try:
-                played = played or self._replayed(prompt, response)
-                return self._next(where, played, response, room)
-            except EnvironmentFailed:
-                if played:
-                    played.close()
-                if attempt == ATTEMPTS:
-                    raise
-        raise AssertionError
+    def _answered(
+        self, where: Where, prompt: Prompt, response: Response, room: int, attempts: int = ATTEMPTS
+    ) -> Answer:
+        episode = self._episodes.pop(where, None)
+        try:
+            episode = episode or self._replayed(prompt, response)
+            return self._next(where, episode, response, room)
+        except EnvironmentFailed:
+            if episode:
+                started(episode.close)
+            if attempts == 1:
+                raise
+        return self._answered(where, prompt, response, room, attempts - 1)
 
-    def _replayed(self, prompt: Prompt, response: Response) -> _Played:
+    def _replayed(self, prompt: Prompt, response: Response) -> Episode:
         """Begins an episode anew and repeats its turns but for the last.
 
         Raises EnvironmentFailed where an answer has other tokens than the response, but for that of
         a tool that took too long: it may answer now.
         """
         factory, turns_T = self._factories[prompt.key], response.turns_T
-        played = _Played(Episode(factory, prompt.example, self._tokenizer.tool_calls), [])
+        episode = Episode(factory, prompt.example, self._tokenizer.tool_calls)
         for turn_T, answer_T in zip(turns_T[:-1:2], turns_T[1::2], strict=True):
             text = self._text(turn_T)
-            messages = played.episode.answer(text)
+            messages = episode.answer(text)
             found = self._tokenizer.between(messages, int(turn_T[-1])) if messages else []
             same = list(found) == answer_T.tolist()
             if not same and TIMED_OUT not in self._text(answer_T):
@@ -154,25 +145,25 @@ class Environments:
                     f"{factory.name} answers {messages!r:.200} to a turn to which it answered "
                     f"{self._text(answer_T)!r:.200} before: it has to be the same each time"
                 )
-            played.add(text, messages)
-        return played
+            episode.said += _said(text, messages)
+        return episode
 
-    def _next(self, where: Where, played: _Played, response: Response, room: int) -> Answer:
-        episode, is_cut, text = played.episode, False, self._text(response.turns_T[-1])
-        messages = episode.answer(text) if response.stopped else []
+    def _next(self, where: Where, episode: Episode, response: Response, room: int) -> Answer:
+        stopped, text = response.stopped, self._text(response.turns_T[-1])
+        messages = episode.answer(text) if stopped else []
         if messages and episode.turns < self._max_turns:
             tokens = self._tokenizer.between(messages, int(response.tokens_T[-1]))
             if len(tokens) < room:
-                played.add(text, messages)
-                self._played[where] = played
-                return Answer(tokens)
-            is_cut = True
-        played.add(text, ())
-        verdict, measures = episode.verdict(), episode.measures()
+                episode.said += _said(text, messages)
+                self._episodes[where] = episode
+                return tokens
+            stopped = False
+        episode.said += _said(text, ())
+        verdict, measures = episode.verdict(), episode.measures
         episode.close()
         measures["turns"] = float(len(response.turns_T[::2]))
         measures["environment_tokens"] = float(np.sum(~response.sampled_T))
-        return Answer(verdict=verdict, measures=measures, turns=played.said, is_cut=is_cut)
+        return End(stopped, measures, verdict, episode.said)
 
     def _text(self, tokens_T: np.ndarray) -> str:
         return self._tokenizer.decode(tokens_T.tolist())

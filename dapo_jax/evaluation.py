@@ -4,7 +4,6 @@ The scores are mean@k, pass@k and maj@k.
 """
 
 import collections
-import contextlib
 import itertools
 import json
 import math
@@ -101,7 +100,7 @@ def summarize(groups: Sequence[Group], same=by_text) -> dict[str, float]:
     }
 
 
-class Evaluation(contextlib.AbstractContextManager):
+class Evaluation(Grading):
     """Evaluates sets in a session that may sample other groups beside theirs.
 
     All requests are submitted at once: where this is done first, the tails of training's groups and
@@ -115,17 +114,14 @@ class Evaluation(contextlib.AbstractContextManager):
         # Not through `self`: in a cycle the session, with its pages and the weights, would outlive
         # its last use until Python looks for cycles.
         graders = {stream: dataset.grade for stream, (_, dataset) in self._sets.items()}
-        self._grading = Grading(lambda group: graders[group.stream](group))
+        super().__init__(lambda group: graders[group.stream](group))
         for stream, (_, dataset) in self._sets.items():
             for cursor, prompt in enumerate(dataset.prompts):
                 session.submit(cursor, prompt, group_size=dataset.k, stream=stream)
 
-    def __exit__(self, *error) -> None:
-        self._grading.__exit__(*error)
-
     def take(self, finished: Sequence[Group]) -> None:
         """Takes finished groups of the sets; they are graded behind the decoding."""
-        self._groups += self._grading.exchange(finished)
+        self._groups += self.exchange(finished)
 
     def finish(
         self,

@@ -90,9 +90,8 @@ def collect(
             step.add(grading.exchange([]))
     sampled, end, go_on = step.result()
     success_PG = np.stack([plan.success(group) for group in sampled])
-    informative = informative_groups(success_PG)
     # In prompt order, whichever was ready first: that favours no length.
-    kept = np.flatnonzero(informative | (not plan.dynamic_sampling))[: plan.num_prompts]
+    kept = np.flatnonzero([plan.counts(group) for group in sampled])[: plan.num_prompts]
     requests, seconds = step.issued * plan.group_size, session.stats.seconds | grading.seconds
     return Rollouts(
         sampled=sampled,
@@ -156,9 +155,7 @@ class InOrder:
 
     def prompts(self) -> Iterator[int]:
         """Yields the cursors of the prompts to issue before the next block."""
-        while self.cursor + self.issued < self.end:
-            if self.plan.dynamic_sampling and not (self.session.idle_slots and self.wants_more()):
-                return
+        while self.wants_more() and (self.session.idle_slots or not self.plan.dynamic_sampling):
             self.issued += 1
             yield self.cursor + self.issued - 1
 
@@ -175,8 +172,7 @@ class InOrder:
         under_way = self.issued - len(self.groups)
         spread = math.sqrt(under_way * rate * (1 - rate))
         expected = len(self.counting) + under_way * rate - spread
-        open_ = plan.dynamic_sampling and self.cursor + self.issued < self.end
-        return open_ and expected < plan.num_prompts
+        return self.cursor + self.issued < self.end and expected < plan.num_prompts
 
     def result(self) -> tuple[list[Group], int, list[PartialGroup]]:
         """Returns (the groups up to the last one kept, the next cursor, none that goes on)."""

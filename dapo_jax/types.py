@@ -6,7 +6,7 @@ P prompts, G responses of one prompt, T tokens, M micro-batches, B packed rows.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
@@ -182,12 +182,6 @@ class PartialGroup:
     unfinished_G: tuple[bool, ...]
 
     @property
-    def ended(self) -> list[Response | None]:
-        """Lists the responses that have ended; None for the others."""
-        pairs = zip(self.responses, self.unfinished_G, strict=True)
-        return [None if unfinished else response for response, unfinished in pairs]
-
-    @property
     def tokens(self) -> int:
         """Counts the tokens there are."""
         return sum(len(response.tokens_T) for response in self.responses)
@@ -304,6 +298,6 @@ class Batch:
     @classmethod
     def row_fields(cls, routes: tuple[int, ...] = ()) -> dict[str, np.dtype]:
         """Name -> dtype of the arrays of rows; routes: (L, A) of a token, where there are any."""
-        hints = get_type_hints(cls, include_extras=True).items()
-        own = {name: hint.__metadata__[0] for name, hint in hints if hasattr(hint, "__metadata__")}
+        fields = [it for it in dataclasses.fields(cls) if hasattr(it.type, "__metadata__")]
+        own = {it.name: it.type.__metadata__[0] for it in fields}
         return own | ({"route_BTLA": np.dtype((np.uint8, routes))} if routes else {})

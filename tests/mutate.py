@@ -50,8 +50,8 @@ solved_groups dapo_jax/algorithm.py rollout
 - correct_PG.any(axis=1) & ~correct_PG.all(axis=1)
 + correct_PG.any(axis=1)
 last_groups dapo_jax/rollout.py rollout
-- (not plan.dynamic_sampling))[: plan.num_prompts]
-+ (not plan.dynamic_sampling))[-plan.num_prompts :]
+- for group in sampled])[: plan.num_prompts]
++ for group in sampled])[-plan.num_prompts :]
 truncation_cap dapo_jax/losses.py losses
 - jnp.minimum(ratio, cap), ratio > cap
 + jnp.maximum(ratio, cap), ratio > cap
@@ -119,8 +119,8 @@ expert_weights models/qwen3_moe.py experts::test_outputs_and_gradients_equal_the
 - softmax(take(logits_BTX)) if c.norm_topk
 + take(softmax(logits_BTX)) if c.norm_topk
 uniform_by_slot dapo_jax/sampler/decode.py engine::test_tokens_are_the_documented_function_of_seed_cursor_sample_and_position
-- request_keys(run_key, row["cursor"], row["sample"])
-+ request_keys(run_key, jnp.arange(B), row["sample"])
+- request_keys(run_key_B, row["cursor"], row["sample"])
++ request_keys(run_key_B, jnp.arange(B), row["sample"])
 block_offset dapo_jax/sampler/decode.py engine::test_behavior_logp_equals_teacher_forcing_around_page_boundaries
 - offset_B = sampled_B % cache.page_tokens
 + offset_B = sampled_B % cache.block_tokens
@@ -140,11 +140,11 @@ newest_one_late dapo_jax/sampler/session.py episodes::test_given_tokens_stand_wh
 - plan.sampled_N % self._engine.cache.page_tokens - 1
 + plan.sampled_N % self._engine.cache.page_tokens - 2
 prompt_freed_early dapo_jax/sampler/scheduler.py scheduler
-- limits, first_tokens, part, len(part), keeps)
-+ limits, first_tokens, part, max(1, len(part) - 1), keeps)
+- limits, first_tokens, part, len(part), keeps, parks)
++ limits, first_tokens, part, max(1, len(part) - 1), keeps, parks)
 oldest_preempted dapo_jax/sampler/scheduler.py scheduler
-- youngest = self._by_age(d, self._active_DB[d])[-1]
-+ youngest = self._by_age(d, self._active_DB[d])[0]
+- youngest = int(age_B.argmax())
++ youngest = int(np.where(age_B < 0, age_B.max(), age_B).argmin())
 turns_border dapo_jax/episodes.py episodes::test_turns_are_limited_and_a_cut_one_is_rewarded_alone
 - if messages and episode.turns < self._max_turns:
 + if messages and episode.turns <= self._max_turns:

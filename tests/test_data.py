@@ -9,7 +9,7 @@ import pytest
 from byte_tokenizers import bpe, load
 
 from configs import base
-from dapo_jax.tasks.datasets import load_dataset, prompt_stream, tokenize
+from dapo_jax.tasks.datasets import Mixture, load_dataset, tokenize
 from dapo_jax.tasks.math_problems import MathProblems
 from dapo_jax.tasks.readers import read_rows
 from dapo_jax.tasks.rows import DataError
@@ -355,7 +355,8 @@ def test_a_prompt_of_no_tokens_is_refused_where_the_data_is_loaded():
 
 def test_stream_epochs_are_permutations_by_seed_and_cursor_in_any_process():
     items = [f"item{i}" for i in range(50)]
-    stream, other = (prompt_stream(items, seed=seed) for seed in (7, 8))
+    mixture = Mixture({"a": types.SimpleNamespace(prompts=items)}, {"a": 1.0})
+    stream, other = map(mixture.stream, (7, 8))
     taken = [stream[i] for i in range(200)]
     # As another process takes them: an order by Python's own hashes would be another each time.
     assert (stream[10**12], *taken[:3]) == ("item38", "item23", "item32", "item26")

@@ -5,6 +5,7 @@ import itertools
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from engines import (
@@ -72,7 +73,8 @@ def test_behavior_logp_equals_teacher_forcing_around_page_boundaries(small, samp
 def test_tokens_are_the_documented_function_of_seed_cursor_sample_and_position(small, sampled):
     """Every token is the inverse CDF, in float64, of the teacher-forced distribution."""
     logits, uniform = teacher_forced(small, sampled), jit(uniform_at)
-    key_R = jit(request_keys)(RUN_KEY, *np.array(list(sampled)).T)
+    run_key_R = jnp.broadcast_to(RUN_KEY, len(sampled))
+    key_R = jit(request_keys)(run_key_R, *np.array(list(sampled)).T)
     uniform_RT = np.stack([uniform(key_R, np.full(len(key_R), t)) for t in range(20)], axis=1)
     for (request, response), uniform_T in zip(sampled.items(), uniform_RT, strict=True):
         logits_TV = logits[request].astype(np.float64) / SAMPLING.temperature
@@ -163,7 +165,7 @@ def test_programs_of_other_sizes_change_no_bit():
     alone, _ = sample_groups(engine, params, groups[:1])
     with seen_plans() as plans:
         together, _ = sample_groups(engine, params, groups)
-    assert max(len(plan.slot_N) for plan in plans) == 128
+    assert max(len(plan.shard_N) for plan in plans) == 128
     same_bits(alone, together)
 
 

@@ -38,7 +38,7 @@ from transformers import AutoTokenizer
 from configs import base
 from dapo_jax import train
 from dapo_jax.checkpoints.progress import Progress
-from dapo_jax.episodes import Answer, Environments
+from dapo_jax.episodes import End, Environments
 from dapo_jax.logs.files import read_rollouts
 from dapo_jax.logs.record import rollout_rows, samples
 from dapo_jax.sampler import session as session_module
@@ -138,11 +138,12 @@ class Scripted:
     def close(self, number=None):
         pass
 
-    def ask(self, where, cursor, prompt, response, room):
+    def ask(self, where, prompt, response, room):
+        cursor, _ = where
         turns = int(np.sum(np.diff(response.sampled_T.astype(int)) < 0)) + 1
         tokens = [3, 50 + cursor % 7, 51, 52, 53][: 1 + turns + cursor % 3]  # 3 is a stop token
         more = response.stopped and turns < 3 and len(tokens) < room
-        answer = Answer(tokens if more else (), measures={"turns": turns})
+        answer = tokens if more else End(response.stopped, {"turns": turns})
         self.waiting += 1
         self.ready.append((time.monotonic() + self.delay(), (where, answer)))
 
@@ -177,10 +178,11 @@ def reference(request):
     engine, *rest = build(config, SPARE, params)
     with (
         mock.patch.object(session_module, "LONG_ANSWER", longest),
-        mock.patch.object(engine, "recompute", wraps=engine.recompute) as recompute,
+        mock.patch.object(engine, "fill", wraps=engine.fill) as fill,
     ):
         yield config, params, played(engine, *rest, Scripted())
-        assert recompute.called == (longest == 2)
+        computed = any(call.args[0] == "recompute" for call in fill.call_args_list)
+        assert computed == (longest == 2)
 
 
 @pytest.mark.parametrize(("cache", "shards"), [(SCARCE, 1), (SPARE, 2), (SCARCE, 2)])
@@ -334,7 +336,7 @@ def test_a_class_of_trls_contract_is_played():
     assert episode.answer("I am done.") == []
     verdict = episode.verdict()
     assert (verdict.correct, verdict.score) == (True, 1.0)
-    assert episode.measures() == {"calls": 9.0, "failed_calls": 6.0, "timeouts": 1.0}
+    assert episode.measures == {"calls": 9.0, "failed_calls": 6.0, "timeouts": 1.0}
     ends = Episode(Factory("tools:Done", Done, 1.0), EXAMPLE)
     assert ends.answer(call("multiply", a=6, b=7)) == [] and ends.verdict().score == 1.0
 
@@ -450,7 +452,7 @@ def test_a_models_own_form_of_calls_is_read_by_its_response_template(calls, turn
     running = Environments(given, load(folder, chat="template"), max_turns=2)
     begun = Response(np.zeros(1, np.int32), np.zeros(1, np.float32), stopped=True)
     prompt = Prompt(np.zeros(1, np.int32), EXAMPLE, "k")
-    answers = running._replayed(prompt, begun).episode.answer(turn)
+    answers = running._replayed(prompt, begun).answer(turn)
     assert len(answers) == len(said)
     assert all(it["content"].startswith(text) for it, text in zip(answers, said, strict=True))
 
@@ -559,7 +561,7 @@ def answered(running, tokens, given, *, room=100):
     """The answer to the last turn of a response."""
     tokens = np.array(tokens)
     response = Response(tokens, np.zeros(len(tokens)), True, given_T=np.array(given))
-    running.ask((0, 0), 0, PROMPT, response, room)
+    running.ask((0, 0), PROMPT, response, room)
     ((_, answer),) = running.answers(wait=True)
     return answer
 
@@ -571,8 +573,9 @@ def plays(running, texts, *, room=100):
         tokens += [ord(text), 0]
         given += [False, False]
         answer = answered(running, tokens, given, room=room)
-        tokens += answer.tokens
-        given += [True] * len(answer.tokens)
+        if not isinstance(answer, End):
+            tokens += answer
+            given += [True] * len(answer)
     return answer
 
 
@@ -614,7 +617,7 @@ def test_an_episode_that_goes_on_elsewhere_is_played_again(before, says, error):
 @pytest.mark.parametrize("numbers", [(0,), ()], ids=["of a group", "all"])
 def test_an_episode_that_is_let_go_is_closed(numbers):
     running = broken()
-    assert plays(running, "a").tokens
+    assert plays(running, "a")
     running.close(*numbers)
     wait_for(lambda: Broken.closed == 1, seconds=9)
 
@@ -631,11 +634,11 @@ def test_a_thread_that_would_die_gives_an_answer(monkeypatch):
 
 def test_turns_are_limited_and_a_cut_one_is_rewarded_alone():
     answer = plays(broken(max_turns=2), "ab")
-    assert answer.tokens == () and answer.measures["turns"] == 2
+    assert answer.measures["turns"] == 2
     assert answer.measures["environment_tokens"] == len("same")
     said = [tuple(turn.values()) for turn in answer.turns]
     assert said == [("assistant", "a"), ("environment", "same"), ("assistant", "b")]
-    assert not answer.is_cut and plays(broken(), "a", room=len("same")).is_cut
+    assert answer.stopped and not plays(broken(), "a", room=len("same")).stopped
 
 
 def test_a_task_grades_the_last_turn_where_there_is_no_reward():

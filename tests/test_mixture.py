@@ -2,20 +2,26 @@
 
 import collections
 import json
+from types import SimpleNamespace
 
 import numpy as np
 
 from dapo_jax.cli.config_flags import read_config
 from dapo_jax.setup import checks, components
-from dapo_jax.tasks.datasets import prompt_stream
+from dapo_jax.tasks.datasets import Mixture
 from dapo_jax.types import Group, Response
 
 SHARES = {"a": 30, "b": 20, "c": 10}  # of 60 prompts
 A, B, C = ([f"{name}{i}" for i in range(n)] for name, n in (("a", 50), ("b", 50), ("c", 7)))
 
 
+def stream_of(*sets, seed, weights=(1.0,)):
+    of = {items[0]: SimpleNamespace(prompts=items) for items in sets}
+    return Mixture(of, dict(zip(of, weights, strict=True))).stream(seed)
+
+
 def taken(*sets, count, **how):
-    stream = prompt_stream(*sets, **how)
+    stream = stream_of(*sets, **how)
     return [stream[cursor] for cursor in range(count)]
 
 
@@ -34,10 +40,10 @@ def test_every_stretch_has_each_sets_share_and_each_set_epochs_of_its_own():
 
 
 def test_a_mixture_depends_on_seed_cursor_and_the_ratio_of_weights_alone():
-    stream = prompt_stream(A, C, seed=3, weights=(0.2, 0.1))
+    stream = stream_of(A, C, seed=3, weights=(0.2, 0.1))
     cursors = [999, 0, 3, 10**12, 3]
     first = [stream[cursor] for cursor in cursors]
-    again, other = (prompt_stream(A, C, seed=seed, weights=(4, 2)) for seed in (3, 4))
+    again, other = (stream_of(A, C, seed=seed, weights=(4, 2)) for seed in (3, 4))
     assert [again[cursor] for cursor in cursors] == first
     assert [other[cursor] for cursor in range(99)] != [again[cursor] for cursor in range(99)]
 

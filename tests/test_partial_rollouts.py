@@ -145,9 +145,9 @@ def test_a_response_that_loses_its_slot_keeps_its_tokens_and_those_of_others_sta
 
     def noted(prefills):
         for it in plans[-1].preempted:
-            group = session._groups[it.group]
+            group = session._groups[it.prefix.group]
             assert group.stream == 0
-            lost.setdefault((group.cursor, it.sample), group.partial[it.sample])
+            lost.setdefault((group.cursor, it.sample), group.responses[it.sample])
         prefill(prefills)
 
     monkeypatch.setattr(session, "_prefill", noted)
@@ -174,14 +174,15 @@ def test_a_stopped_run_resumes_bitwise(tmp_path, monkeypatch):
     """Its first step computes keys and values of partial groups again."""
     keys = {"rollout.partial_rollout_steps": 1, "checkpoint.keep": 9}
     run, whole, recomputes = tmp_path / "run", tmp_path / "uninterrupted", []
-    recompute = Engine.recompute
+    fill = Engine.fill
 
-    def noted(*arguments):
-        recomputes.append(len(rows_without_timings(whole)))
-        return recompute(*arguments)
+    def noted(engine, name, *arguments):
+        if name == "recompute":
+            recomputes.append(len(rows_without_timings(whole)))
+        return fill(engine, name, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Engine, "recompute", noted)
+        patch.setattr(Engine, "fill", noted)
         train.train(small_config(num_steps=4, **keys), whole)
     for num_steps in (2, 4):
         train.train(small_config(num_steps=num_steps, **keys), run)

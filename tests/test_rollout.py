@@ -124,10 +124,10 @@ class ScriptedSession:
 
     def step(self, *, more: bool = False) -> list[Group]:
         plan = self._scheduler.next_block(more=more)
-        self.stats.prefilled_prompts += sum(np.sum(call.group_R >= 0) for call in plan.prefills)
+        self.stats.prefilled_prompts += sum(len(call.names) for call in plan.prefills)
         used_N = np.minimum(plan.left_N, self._scheduler.cache.block_tokens)
         useful_B = np.zeros(self.slots, int)
-        useful_B[plan.slot_N] = used_N
+        useful_B[self._scheduler._rows_DB["active"][0] > 0] = used_N
         stream_N = np.array([self._names[number][0] for number in plan.group_N], int)
         before = set(self.unfinished)
         self._scheduler.complete(used_N, np.zeros(len(used_N), bool))
@@ -152,7 +152,7 @@ class ScriptedSession:
             cursor, responses, unfinished_G = self._names[number][1], [], []
             for g, ended in enumerate(self._group(0, cursor).responses):
                 more = (number, g) in slots or self._waits(number, g)
-                n = slots[number, g][2] if (number, g) in slots else max(ended.ends, default=0)
+                n = slots[number, g].tokens if (number, g) in slots else max(ended.ends, default=0)
                 n = n if more else len(ended.tokens_T)
                 response = Response(np.full(n, cursor), np.zeros(n), not more, ends=ended.ends)
                 responses.append(response.continued())

@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
@@ -23,7 +24,7 @@ RUN_KEY = jax.random.key(11)
 
 def test_request_keys_are_the_documented_folds():
     cursor_R, sample_R, position_R = np.array([(4, 0, 9), (4, 2, 9), (0, 1, 3)]).T
-    key_R = jit(request_keys)(RUN_KEY, cursor_R, sample_R)
+    key_R = jit(request_keys)(jnp.broadcast_to(RUN_KEY, 3), cursor_R, sample_R)
     uniform_R, fold = jit(uniform_at)(key_R, position_R), jax.random.fold_in
     for r, key in enumerate(key_R):
         by_hand = fold(fold(RUN_KEY, cursor_R[r]), sample_R[r])

@@ -40,9 +40,10 @@ class Script:
         left_N = np.array([self.tokens[name] for name in names], int) - plan.sampled_N
         used_N = np.minimum(left_N, np.minimum(plan.left_N, self.scheduler.cache.block_tokens))
         for f in self.scheduler.complete(used_N, used_N == left_N):
-            assert (f.group, f.sample) not in self.finished
-            assert f.stopped == (f.tokens == self.tokens[f.group, f.sample])
-            self.finished[f.group, f.sample] = f.tokens
+            name = f.prefix.group, f.sample
+            assert name not in self.finished
+            assert f.stopped == (f.tokens == self.tokens[name])
+            self.finished[name] = f.tokens
         owned_once(self.scheduler)
 
     def drain(self):
@@ -97,7 +98,7 @@ def test_slots_are_filled_while_requests_wait():
     while script.scheduler.unfinished:
         left = length_P4.size - len(script.finished)
         plan = script.step()
-        assert len(plan.slot_N) == min(left, slots)
+        assert len(plan.shard_N) == min(left, slots)
         assert plan.waiting == (left > slots)
         left = length_P4.size - len(script.finished)
         assert script.scheduler.idle_slots == max(0, slots - left)
@@ -130,15 +131,19 @@ def test_a_prompts_pages_are_shared_by_at_most_the_readers():
     script.submit(0, [20] * 9, prompt_tokens=17)
     script.submit(1, [20] * 3, prompt_tokens=1)
     plan = script.scheduler.next_block()
-    prefilled = [call.page_RI[call.group_R == 0] for call in plan.prefills]
-    assert sum(map(len, prefilled)) == 3
+    prefilled = [
+        call.page_RI[r].tolist()
+        for call in plan.prefills
+        for r, (group, _) in call.names.items()
+        if group == 0
+    ]
     sizes = decode_sizes(script.scheduler.cache, kernel=False)
     rows, _, row_N = script.scheduler.table(sizes, np.zeros(len(plan.group_N), bool))
     mine = rows[row_N[plan.group_N == 0]]
     assert mine["reader"].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0]
     assert len(np.unique(mine["prompt_pages"], axis=0)) == 3
     assert np.unique(mine["prompt_pages"]).tolist() == [NULL_PAGE, *range(1, 7)]
-    assert np.concatenate(prefilled).tolist() == [[1, 2], [3, 4], [5, 6]]
+    assert prefilled == [[1, 2], [3, 4], [5, 6]]
     assert not rows[row_N[plan.group_N == 1]]["prompt_pages"].any()
 
 
@@ -149,7 +154,7 @@ def test_admission_leaves_the_watermark_of_pages_free():
     script.submit(1, [20] * 4)
     plan = script.step()
     # With n in slots, 10 - n pages are free, and the next one needs more than n of them.
-    assert len(plan.slot_N) == 5
+    assert len(plan.shard_N) == 5
     assert plan.waiting
     assert plan.cache_use == 0.5
 
@@ -207,7 +212,6 @@ def test_samples_move_to_other_shards_once_none_waits():
     assert third.shard_N.tolist() == [0, 0, 1, 1]
     assert third.group_N.tolist() == [0, 0, 2, 2]
     assert third.sampled_N.tolist() == [8, 8, 4, 4]
-    assert third.slot_N.tolist() == [0, 1, 0, 1]
     assert len(third.moves.prompt_pages_M4) == 2 * 2
     assert script.finished == script.tokens
     assert all_free(script.scheduler)
@@ -236,15 +240,15 @@ def test_a_sample_that_begins_anew_takes_the_pages_of_those_that_wait():
     """Some were free, but too few for a long answer, and nothing went on."""
     cache = dataclasses.replace(CACHE, slots=2, pages=6, max_response_tokens=40, turns=True)
     scheduler = Scheduler(cache, 1)
-    scheduler.submit(0, 9, [40, 40])
+    scheduler.submit(0, 9, [40, 40], parks=True)
     turns_N = np.array([4, 16])
     while scheduler.has_work:
         plan = scheduler.next_block()
         left_N = turns_N[plan.sample_N] - plan.sampled_N
-        scheduler.complete(np.minimum(left_N, 4), left_N <= 4, np.ones(len(left_N), bool))
+        scheduler.complete(np.minimum(left_N, 4), left_N <= 4)
     assert not scheduler.next_block().sample_N.size
     scheduler.resume(0, 0, first_tokens=24)  # 4 pages of 8 tokens with what comes next; 3 are free
     plan = scheduler.next_block()
     assert (plan.sample_N.tolist(), plan.sampled_N.tolist()) == ([0], [24])
-    ((numbers, samples, pages),) = plan.recomputes
-    assert (numbers.max(), samples.max(), np.count_nonzero(pages)) == (0, 0, 3)
+    ((names, pages),) = plan.recomputes
+    assert ([*names.values()], np.count_nonzero(pages)) == ([(0, 0)], 3)

@@ -72,15 +72,15 @@ class Cache:
         return -(-slots // self.rows) * self.rows
 
     @property
-    def prompt_buckets(self) -> "Buckets":
-        """Describes the padded prompts that prefill is compiled for."""
-        return Buckets(self.pages_per_prompt)
+    def prompt_buckets(self) -> dict[int, int]:
+        """Lists the padded prompts that prefill is compiled for, as `buckets` does."""
+        return buckets(self.pages_per_prompt)
 
     @property
-    def recompute_buckets(self) -> "Buckets":
-        """Describes the padded prompts and responses together that are recomputed."""
+    def recompute_buckets(self) -> dict[int, int]:
+        """Lists the padded prompts and responses together that are recomputed."""
         longest = -(-(self.max_prompt_tokens + self.max_response_tokens) // self.page_tokens)
-        return Buckets(longest if self.partial_rollouts or self.turns else 0)
+        return buckets(longest if self.partial_rollouts or self.turns else 0)
 
     @property
     def row_dtype(self) -> np.dtype:
@@ -98,28 +98,14 @@ class Cache:
         return np.dtype([*((name, np.int32) for name in ROW_SCALARS), *tables])
 
 
-@dataclasses.dataclass(frozen=True)
-class Buckets:
-    """Padded lengths in pages that a program is compiled for; `most` is the greatest.
+def buckets(most: int) -> dict[int, int]:
+    """Maps the padded lengths that a program is compiled for, in pages, to the rows of a call.
 
-    A call computes about as many tokens in every bucket.
+    1, 2, 4 and so on, and `most` as the last; none for 0. A call computes about as many tokens in
+    each.
     """
-
-    most: int
-
-    @property
-    def sizes(self) -> list[int]:
-        """Lists 1, 2, 4 and so on, and `most` as the last; nothing for 0."""
-        powers = [2**i for i in range(self.most.bit_length()) if 2**i < self.most]
-        return [*powers, self.most] if self.most else []
-
-    def of(self, pages: int) -> int:
-        """Finds the bucket of so many pages; 0 where there are none."""
-        return next(bucket for bucket in (0, *self.sizes) if bucket >= pages)
-
-    def rows(self, bucket: int) -> int:
-        """Counts the rows of a call on a shard."""
-        return max(1, self.most // bucket)
+    powers = [2**i for i in range(most.bit_length()) if 2**i < most]
+    return {pages: most // pages for pages in (*powers, most) if pages}
 
 
 def plan_cache(
@@ -139,14 +125,13 @@ def plan_cache(
 
     def cache(budget_bytes: int, slots: int) -> Cache:
         rows = min(XLA_ROWS, 2 ** (slots - 1).bit_length()) if copies else ROWS
-        planned = dataclasses.replace(limits, slots=slots, rows=rows)
         longest = limits.pages_per_prompt
         prompt_pages = longest + SPARE_PROMPTS * -(-slots // limits.readers) * min(longest, 2) + 1
+        planned = dataclasses.replace(limits, slots=slots, rows=rows, prompt_pages=prompt_pages)
         block_bytes = planned.padded(slots) * limits.block_tokens * token_bytes
         left = budget_bytes - block_bytes - prompt_pages * page_bytes
         pages = max(0, left // page_bytes)
-        pages = pages * 4 // 7 if copies else pages
-        return dataclasses.replace(planned, prompt_pages=prompt_pages, pages=pages)
+        return dataclasses.replace(planned, pages=pages * 4 // 7 if copies else pages)
 
     def plan(budget_bytes: int) -> Cache | None:
         def too_many(slots: int) -> bool:

@@ -138,7 +138,7 @@ def decode_block(
     v_PKCH) a layer; tokens of this block are kept apart and written to `pages` at the end, once a
     block. row_BX: `Cache.row_dtype`, as int32. page_P: the pages that the rows number; fewer than
     all are gathered, so that no step attends to the others. A token that is given (turns of an
-    episode) is fed like a sampled one, ends nothing and has no log-probability. kernels: how to
+    episode) is fed like a sampled one and ends nothing; its logp means nothing. kernels: how to
     multiply, and with what to read just the live pages of prompt and response, if not by plain XLA.
     axis: the mesh axis that the heads are split over.
     """
@@ -161,9 +161,8 @@ def decode_block(
     _, K, _, H = pages[0][1].shape
     head_VD = params["head_VD"]
     first_id = 0 if axis is None else jax.lax.axis_index(axis) * head_VD.shape[0]
-    run_key_Z = jax.random.wrap_key_data(run_key_Z)
-    run_key = run_key_Z[0] if len(samplings) == 1 else run_key_Z[stream_B]
-    key_B = sampling.request_keys(run_key, row["cursor"], row["sample"])
+    run_key_B = jax.random.wrap_key_data(run_key_Z)[stream_B]
+    key_B = sampling.request_keys(run_key_B, row["cursor"], row["sample"])
     uniform_SB = jax.vmap(lambda i: sampling.uniform_at(key_B, sampled_B + i))(jnp.arange(S))
     windows = [kind.window for kind in config.kinds]
     if kernels.attend_pages is None:
@@ -218,7 +217,6 @@ def decode_block(
         if cache.turns:
             given_B = row["given"][:, i]
             new_B = jnp.where(given_B > 0, given_B - 1, new_B)
-            logp_B = jnp.where(given_B > 0, 0.0, logp_B)
         token_B = jnp.where(active_B, new_B, token_B)
         token_SB = token_SB.at[i].set(jnp.where(active_B, new_B, token_SB[i]))
         logp_SB = logp_SB.at[i].set(jnp.where(active_B, logp_B, logp_SB[i]))

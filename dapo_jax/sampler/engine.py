@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dapo_jax.process import hosts
-from dapo_jax.sampler.cache import Buckets, Cache, decode_sizes
+from dapo_jax.sampler.cache import Cache, decode_sizes
 from dapo_jax.sampler.decode import Sampling, copy_pages, decode_block, prefill, recompute
 from models.kernels import OPTIONS, Kernels, platform_of
 from models.parameters import ModelConfig
@@ -76,8 +76,8 @@ class Engine:
             ("prefill", of_prompts, prompt_pages, self.cache.prompt_buckets, 0),
             ("recompute", of_partial, pages, self.cache.recompute_buckets, 2),
         ):
-            for bucket in buckets.sizes:
-                program = self._lower_rows(run, pool, buckets, bucket, numbers=numbers)
+            for bucket, rows in buckets.items():
+                program = self._lower_rows(run, pool, bucket, self.shards * rows, numbers=numbers)
                 lowered[name, None, bucket] = program
         everywhere = rules.replicated(self.mesh)
         copy_M4 = jax.ShapeDtypeStruct((COPIES, 4), jnp.int32, sharding=everywhere)
@@ -99,21 +99,15 @@ class Engine:
             compiled = pool.map(lambda lowered: lowered.compile(), missing.values())
             self._programs |= dict(zip(missing, compiled, strict=True))
 
-    def prefill(self, params, prompt_pages, tokens_RT, page_RI):
-        """Runs prefill for [shards * rows] prompts of one bucket: (pages, route_RTLA or None).
+    def fill(self, name: str, params, pages, *of_rows):
+        """Runs prefill, or recompute, for [shards * rows] rows: (pages, route_RTLA or None).
 
-        The old pages are gone. The routes are NumPy's.
+        name: of the function in `decode`; of_rows: its arrays, the bucket's page_RI last. The old
+        pages are gone. The routes are NumPy's.
         """
-        program = self._programs["prefill", None, page_RI.shape[1]]
-        of_host = hosts.place((tokens_RT, page_RI), self._rows)
-        pages, route_RTLA = program(params, prompt_pages, *of_host)
+        program = self._programs[name, None, of_rows[-1].shape[1]]
+        pages, route_RTLA = program(params, pages, *hosts.place(of_rows, self._rows))
         return pages, hosts.fetch(route_RTLA)
-
-    def recompute(self, params, pages, tokens_RT, tokens_R, begin_R, page_RI):
-        """Recomputes [shards * rows] partial responses of a bucket; the old pages are gone."""
-        program = self._programs["recompute", None, page_RI.shape[1]]
-        of_host = hosts.place((tokens_RT, tokens_R, begin_R, page_RI), self._rows)
-        return program(params, pages, *of_host)[0]
 
     def decode(self, params, prompt_pages, pages, run_key_Z, rows, page_P, samplings):
         """Decodes a block: returns (pages, token_SB, logp_SB, route_SBLA or None).
@@ -149,9 +143,8 @@ class Engine:
 
         return ((array(H, C), array(C, H)),) * self.config.num_layers
 
-    def _lower_rows(self, run, pool, buckets: Buckets, bucket: int, *, numbers: int):
+    def _lower_rows(self, run, pool, bucket: int, rows: int, *, numbers: int):
         """Lowers a program of rows of tokens and pages, and so many numbers of each row between."""
-        rows = self.shards * buckets.rows(bucket)
         tokens_RT = self._host_array(rows, bucket * self.cache.page_tokens)
         of_rows = (tokens_RT, *[self._host_array(rows)] * numbers, self._host_array(rows, bucket))
         out = (self._specs(pool), rules.BATCH)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dapo_jax.sampler.cache import NULL_PAGE, Buckets
+from dapo_jax.sampler.cache import NULL_PAGE
 
 BALANCE_SLACK = 1 / 8  # of the mean: shards so far above it are worth the copies of rebalancing
 
@@ -21,7 +21,7 @@ class Prefix:
     limits: the greatest number of tokens of every sample of the group; first_tokens: how many it
     begins with when it gets a slot. pages: None while the prompt waits in the queue, and once all
     of its samples have ended. keeps: whether a sample that loses its slot goes on from the tokens
-    that it has.
+    that it has. parks: whether one that ended keeps its pages, for an environment's answer.
     """
 
     group: int
@@ -30,63 +30,53 @@ class Prefix:
     first_tokens: list[int | None]
     samples: Sequence[int]
     unfinished: int
-    keeps: bool = False
+    keeps: bool
+    parks: bool
     shard: int = -1
     pages: np.ndarray | None = None
 
 
-class Finished(NamedTuple):
-    """A sample that ended or lost its slot, and the pages that held its tokens, in order.
+class Held(NamedTuple):
+    """A sample in a slot, or one that left it, with the pages of its tokens in order.
 
-    stopped: False where it reached its limit.
+    age: admissions before it. stopped: whether it has ended, and not at its limit.
     """
 
-    group: int
-    sample: int
-    tokens: int
-    stopped: bool
-    shard: int
-    pages: np.ndarray
-
-
-class Parked(NamedTuple):
-    """A sample without a slot that keeps its pages, until its environment has answered."""
-
     prefix: Prefix
+    sample: int
     age: int
     tokens: int
-    pages: np.ndarray
+    pages: np.ndarray = np.zeros(0, int)
+    stopped: bool = False
 
 
 class Prefill(NamedTuple):
     """One prefill call, of R rows on all shards together, equally many on each.
 
-    group_R: the group that a row is of, -1 where it is unused; sample_R: the sample whose partial
-    response is in it, -1 where the prompt is. page_RI: the pages that the row is written to; I is
-    the bucket.
+    names: of each row that is used the group, and the sample whose partial response is in it, None
+    where the prompt is. page_RI: the pages that the row is written to; I is the bucket.
     """
 
-    group_R: np.ndarray
-    sample_R: np.ndarray
+    names: dict[int, tuple[int, int | None]]
     page_RI: np.ndarray
 
 
 def prefill_calls(
-    taken: Mapping[int, Sequence[Sequence[tuple[int, int, np.ndarray]]]], buckets: Buckets
+    taken: Mapping[int, Sequence[Sequence[tuple[int, int | None, np.ndarray]]]],
+    buckets: Mapping[int, int],
 ) -> list[Prefill]:
     """Makes the calls for what each shard has taken: {bucket: (group, sample, pages) of shards}."""
     calls = []
     for bucket, taken_D in taken.items():
-        R = buckets.rows(bucket)
+        R = buckets[bucket]
         for first in range(0, max(map(len, taken_D)), R):
-            group_R, sample_R = np.full((2, len(taken_D) * R), -1, np.int64)
-            page_RI = np.full((len(group_R), bucket), NULL_PAGE, np.int32)
+            call = Prefill({}, np.full((len(taken_D) * R, bucket), NULL_PAGE, np.int32))
             for d, of_shard in enumerate(taken_D):
-                row = of_shard[first : first + R]
-                for r, (group, sample, pages) in enumerate(row, start=d * R):
-                    group_R[r], sample_R[r] = group, sample
-                    page_RI[r, : len(pages)] = pages
-            calls.append(Prefill(group_R, sample_R, page_RI))
+                rows = of_shard[first : first + R]
+                for r, (group, sample, pages) in enumerate(rows, start=d * R):
+                    call.names[r] = group, sample
+                    call.page_RI[r, : len(pages)] = pages
+            calls.append(call)
     return calls
 
 
@@ -115,10 +105,9 @@ class Plan:
 
     prefills: list[Prefill]
     recomputes: list[Prefill]
-    preempted: list[Finished]
+    preempted: list[Held]
     moves: Moves
     shard_N: np.ndarray
-    slot_N: np.ndarray
     group_N: np.ndarray
     sample_N: np.ndarray
     sampled_N: np.ndarray

@@ -16,16 +16,14 @@ WHOLE = 2.0**31  # what a row's weights add up to as integers
 FEW_TRUNCATED = 128  # rows that a step looks at, at least, where any is truncated: a TPU's lanes
 
 
-def request_keys(run_key, cursor_B, sample_B):
+def request_keys(run_key_B, cursor_B, sample_B):
     """Makes the random key of every (prompt cursor, sample index) request.
 
     A sample's randomness is fold_in(fold_in(fold_in(run_key, cursor), sample), position): it
     depends on nothing else, neither the slot, nor the device, nor a restart.
-
-    run_key: of all requests, or [B].
     """
-    of_cursor = jax.vmap(jax.random.fold_in, in_axes=(0 if run_key.ndim else None, 0))
-    return jax.vmap(jax.random.fold_in)(of_cursor(run_key, cursor_B), sample_B)
+    fold = jax.vmap(jax.random.fold_in)
+    return fold(fold(run_key_B, cursor_B), sample_B)
 
 
 def uniform_at(key_B, position_B):

@@ -23,9 +23,8 @@ import numpy as np
 
 from dapo_jax.sampler.cache import NULL_PAGE, WATERMARK_BLOCKS, Cache
 from dapo_jax.sampler.plan import (
-    Finished,
+    Held,
     Moves,
-    Parked,
     Plan,
     Prefill,
     Prefix,
@@ -34,8 +33,6 @@ from dapo_jax.sampler.plan import (
     ranks,
     rebalance,
 )
-
-_OF_CALLER = ("stream", "cursor", "token", "given")  # columns of a row
 
 
 class Scheduler:
@@ -51,10 +48,10 @@ class Scheduler:
         self._rows_DB = {  # of the slots: a table a column, a block looks at few
             name: np.zeros((shards, cache.slots, *dtype.shape), dtype.base)
             for name, (dtype, _) in {**cache.row_dtype.fields, **own.fields}.items()
-            if name not in _OF_CALLER
         }
         self._admissions = 0
-        self._parked: dict[tuple[int, int], Parked] = {}  # by group and sample
+        # By group and sample: they keep their pages until their environments have answered.
+        self._parked: dict[tuple[int, int], Held] = {}
         self._free_DP = np.ones((shards, cache.pages), bool)
         self._free_prompt_DP = np.ones((shards, cache.prompt_pages), bool)
         self._free_DP[:, NULL_PAGE] = self._free_prompt_DP[:, NULL_PAGE] = False
@@ -67,17 +64,18 @@ class Scheduler:
         *,
         first_tokens: Sequence[int | None] = (),
         keeps: bool = False,
+        parks: bool = False,
     ) -> None:
         """Queues a group: one sample of at most so many tokens for each of the limits.
 
         first_tokens: the number of tokens that each begins with, whole blocks; None: it has ended.
-        keeps: as of `Prefix`.
+        keeps, parks: as of `Prefix`.
         """
         readers, first_tokens = self.cache.readers, list(first_tokens) or [0] * len(limits)
         samples = [i for i, tokens in enumerate(first_tokens) if tokens is not None]
         parts = [samples[i : i + readers] for i in range(0, len(samples), readers)]
         prefixes = [
-            Prefix(group, prompt_tokens, limits, first_tokens, part, len(part), keeps)
+            Prefix(group, prompt_tokens, limits, first_tokens, part, len(part), keeps, parks)
             for part in parts
         ]
         self._queue.extend(prefixes)
@@ -96,17 +94,11 @@ class Scheduler:
                 self._release(prefix)
         self._queue = collections.deque(p for p in self._queue if p.group != group)
 
-    def pages(self, d: int, b: int) -> np.ndarray:
-        """Lists the pages of a slot's sample, in order."""
-        return self._rows_DB["response_pages"][d, b, : self._rows_DB["pages"][d, b]]
-
     @property
-    def occupied(self) -> dict[tuple[int, int], tuple[int, int, int]]:
-        """Maps the (group, sample) in each occupied slot to (shard, slot, its tokens)."""
-        shard_N, slot_N = np.nonzero(self._active_DB)
-        columns = (self._rows_DB[it][shard_N, slot_N] for it in ("group", "sample", "sampled"))
-        rows = np.stack([*columns, shard_N, slot_N], axis=1).tolist()
-        return {(group, g): (d, b, tokens) for group, g, tokens, d, b in rows}
+    def occupied(self) -> dict[tuple[int, int], Held]:
+        """Maps the (group, sample) in each occupied slot to what it holds."""
+        held = [self._held(d, b) for d, b in np.argwhere(self._active_DB).tolist()]
+        return {(it.prefix.group, it.sample): it for it in held}
 
     @property
     def unfinished(self) -> list[int]:
@@ -141,7 +133,6 @@ class Scheduler:
             preempted=preempted,
             moves=moves,
             shard_N=occupied[0],
-            slot_N=occupied[1],
             group_N=rows_DB["group"][occupied],
             sample_N=rows_DB["sample"][occupied],
             sampled_N=sampled_N,
@@ -157,9 +148,9 @@ class Scheduler:
 
         sizes: the (rows, pages) of a shard that are compiled, ascending. rows: `Cache.row_dtype`,
         on each shard those of its occupied slots first, and of these those that are not `behind_N`;
-        row_N is the place of each. The columns `_OF_CALLER` are for the caller to fill in. page_P:
-        the pages that `response_pages` numbers, those in use; where the size has the whole pool, as
-        the pool does.
+        row_N is the place of each. The caller fills in the columns stream, cursor, token and given.
+        page_P: the pages that `response_pages` numbers, those in use; where the size has the whole
+        pool, as the pool does.
         """
         shard_N, slot_N = np.nonzero(self._active_DB)
         used_DP = ~self._free_DP
@@ -170,7 +161,7 @@ class Scheduler:
         row_N = np.empty_like(shard_N)
         row_N[np.lexsort((behind_N, shard_N))] = shard_N * rows + ranks(shard_N)
         table = np.zeros(self.shards * rows, self.cache.row_dtype)
-        for name in self._rows_DB.keys() & table.dtype.names:
+        for name in table.dtype.names:
             table[name][row_N] = self._rows_DB[name][shard_N, slot_N]
         if pages == self.cache.pages:
             return table, np.tile(np.arange(pages, dtype=np.int32), self.shards), row_N
@@ -182,14 +173,11 @@ class Scheduler:
         table["response_pages"][row_N] = number_DP[shard_N[:, None], pool_NJ]
         return table, page_DP.reshape(-1), row_N
 
-    def complete(
-        self, used_N: np.ndarray, stopped_N: np.ndarray, parks_N: np.ndarray | None = None
-    ) -> list[Finished]:
+    def complete(self, used_N: np.ndarray, stopped_N: np.ndarray) -> list[Held]:
         """Ends the planned block, in which every occupied slot sampled `used_N` more tokens.
 
-        Samples that stopped, or have reached their limit, leave their slots and are returned. Of
-        these parks_N names those that keep their pages until `resume`, behind whole blocks, or
-        `end`.
+        Samples that stopped, or have reached their limit, leave their slots and are returned. Those
+        that park keep their pages until `resume`, behind whole blocks, or `end`.
         """
         shard_N, slot_N = np.nonzero(self._active_DB)
         sampled_N = self._rows_DB["sampled"][shard_N, slot_N] + used_N
@@ -197,16 +185,14 @@ class Scheduler:
         finished = []
         ended_N = stopped_N | (sampled_N == self._rows_DB["limit"][shard_N, slot_N])
         for n in np.flatnonzero(ended_N).tolist():
-            d, b, tokens = int(shard_N[n]), int(slot_N[n]), int(sampled_N[n])
-            prefix, sample = self._in_slot(d, b)
-            age, pages = int(self._rows_DB["age"][d, b]), self._leave(d, b)
-            finished.append(Finished(prefix.group, sample, tokens, bool(stopped_N[n]), d, pages))
-            if parks_N is not None and parks_N[n]:
-                whole = tokens - tokens % self.cache.block_tokens  # a block is in one page
-                self._parked[prefix.group, sample] = Parked(prefix, age, whole, pages)
-                self._free_DP[d, pages] = False
+            it = self._leave(shard_N[n], slot_N[n])._replace(stopped=bool(stopped_N[n]))
+            finished.append(it)
+            if it.prefix.parks:
+                whole = it.tokens - it.tokens % self.cache.block_tokens  # a block is in one page
+                self._parked[it.prefix.group, it.sample] = it._replace(tokens=whole)
+                self._free_DP[it.prefix.shard, it.pages] = False
             else:
-                self._ended(prefix)
+                self._ended(it.prefix)
         return finished
 
     def resume(self, group: int, sample: int, *, first_tokens: int = 0) -> None:
@@ -226,28 +212,26 @@ class Scheduler:
 
     def _unpark(self, key: tuple[int, int]) -> Prefix:
         """Frees the pages of a parked sample; returns its prompt."""
-        prefix, _, _, pages = self._parked.pop(key)
-        self._free_DP[prefix.shard, pages] = True
-        return prefix
+        self._begin_anew(key)
+        return self._parked.pop(key).prefix
 
     def _drop(self, d: int, younger_than: int = -1) -> bool:
         """Takes the pages of the youngest sample that is parked on a shard; it starts again.
 
         Returns False where there is none that began after the admission `younger_than`.
         """
-        held = [key for key, it in self._parked.items() if it.prefix.shard == d and len(it.pages)]
-        key = max(held, key=lambda key: self._parked[key].age, default=None)
-        if key is None or self._parked[key].age < younger_than:
-            return False
-        self._begin_anew(key)
-        return True
+        here = [(it.age, key) for key, it in self._parked.items() if it.prefix.shard == d]
+        held = [it for it in here if it[0] > younger_than and len(self._parked[it[1]].pages)]
+        if held:
+            self._begin_anew(max(held)[1])
+        return bool(held)
 
     def _begin_anew(self, key: tuple[int, int]) -> None:
         """Frees the pages of a sample that stays parked: it has its first tokens alone."""
-        prefix, _, _, pages = self._parked[key]
-        self._free_DP[prefix.shard, pages] = True
-        first_tokens = prefix.first_tokens[key[1]]
-        self._parked[key] = self._parked[key]._replace(tokens=first_tokens, pages=np.zeros(0, int))
+        it = self._parked[key]
+        self._free_DP[it.prefix.shard, it.pages] = True
+        first_tokens = it.prefix.first_tokens[it.sample]
+        self._parked[key] = Held(it.prefix, it.sample, it.age, first_tokens)
 
     def _ended(self, prefix: Prefix) -> None:
         prefix.unfinished -= 1
@@ -263,9 +247,6 @@ class Scheduler:
     def _ready_D(self) -> np.ndarray:
         return np.array(list(map(len, self._ready)))
 
-    def _in_slot(self, d: int, b: int) -> tuple[Prefix, int]:
-        return self._rows_DB["prefix"][d, b], int(self._rows_DB["sample"][d, b])
-
     def _wanted_D(self) -> np.ndarray:
         """Counts each shard's free slots less its ready samples; negative where those are more."""
         return (~self._active_DB).sum(axis=1) - self._ready_D()
@@ -277,17 +258,17 @@ class Scheduler:
         yet take the rows that would stay empty.
         """
         taken: dict[int, list[list]] = {}  # bucket -> of each shard the rows of calls
-        wanted_D = self._wanted_D()
+        buckets, wanted_D = self.cache.prompt_buckets, self._wanted_D()
         free_D = self._free_prompt_DP.sum(axis=1)
         while self._queue:
             prefix = self._queue[0]
             pages = self.cache.pages_of_prompt(prefix.prompt_tokens)
-            bucket = self.cache.prompt_buckets.of(pages)
+            bucket = next(it for it in (0, *buckets) if it >= pages)
             taken_D = taken.setdefault(bucket, [[] for _ in range(self.shards)])
             able_D = wanted_D > 0
             if bucket:
                 filled_D = np.array(list(map(len, taken_D)))
-                rows = self.cache.prompt_buckets.rows(bucket)
+                rows = buckets[bucket]
                 able_D |= filled_D < -(-filled_D.max() // rows) * rows
             able_D &= free_D >= pages
             if not able_D.any():
@@ -296,18 +277,18 @@ class Scheduler:
             self._queue.popleft()
             self._place(prefix, d, pages)
             self._ready[d].extend((prefix, sample) for sample in prefix.samples)
-            taken_D[d].append((prefix.group, -1, prefix.pages))
+            taken_D[d].append((prefix.group, None, prefix.pages))
             wanted_D[d] -= len(prefix.samples)
             free_D[d] -= pages
         taken.pop(0, None)
-        return prefill_calls(taken, self.cache.prompt_buckets)
+        return prefill_calls(taken, buckets)
 
     def _place(self, prefix: Prefix, d: int, pages: int) -> None:
         """Gives a prompt the lowest free pages of shard d."""
         prefix.shard, prefix.pages = d, np.flatnonzero(self._free_prompt_DP[d])[:pages]
         self._free_prompt_DP[d, prefix.pages] = False
 
-    def _grow(self) -> list[Finished]:
+    def _grow(self) -> list[Held]:
         """Gives a page to every response whose last one is full, the oldest sample first.
 
         Where a shard has too few, the youngest sample is preempted, as often as needed. Returns
@@ -316,38 +297,29 @@ class Scheduler:
         preempted = []
         full_DB = self._rows_DB["sampled"] == self._rows_DB["pages"] * self.cache.page_tokens
         full_DB &= self._active_DB
-        for d in np.flatnonzero(full_DB.sum(axis=1) > self._free_DP.sum(axis=1)).tolist():
-            for b in self._by_age(d, full_DB[d]):
-                while full_DB[d, b] and not self._free_DP[d].any():
-                    youngest = self._by_age(d, self._active_DB[d])[-1]
-                    if self._drop(d, younger_than=self._rows_DB["age"][d, youngest]):
-                        continue
+        for d in range(self.shards):
+            while full_DB[d].sum() > self._free_DP[d].sum():
+                age_B = np.where(self._active_DB[d], self._rows_DB["age"][d], -1)
+                youngest = int(age_B.argmax())
+                if not self._drop(d, younger_than=age_B[youngest]):
                     full_DB[d, youngest] = False
                     preempted += self._preempt(d, youngest)
-                if full_DB[d, b]:
-                    self._give_pages(np.array([d]), np.array([b]))
-                    full_DB[d, b] = False
         shard_N, slot_N = np.nonzero(full_DB)
         order = np.lexsort((self._rows_DB["age"][shard_N, slot_N], shard_N))
         self._give_pages(shard_N[order], slot_N[order])
         return preempted
 
-    def _by_age(self, d: int, chosen_B: np.ndarray) -> list[int]:
-        slots = np.flatnonzero(chosen_B)
-        return slots[np.argsort(self._rows_DB["age"][d, slots])].tolist()
-
-    def _preempt(self, d: int, b: int) -> list[Finished]:
+    def _preempt(self, d: int, b: int) -> list[Held]:
         """Makes a sample wait until there is room; returns it if it keeps its tokens.
 
         Otherwise it starts again, and its tokens will be the same.
         """
-        prefix, sample = self._in_slot(d, b)
-        tokens = int(self._rows_DB["sampled"][d, b])
-        if prefix.keeps:
-            prefix.first_tokens[sample] = tokens
-        self._ready[d].appendleft((prefix, sample))
-        lost = Finished(prefix.group, sample, tokens, False, d, self._leave(d, b))
-        return [lost] if prefix.keeps else []
+        lost = self._leave(d, b)
+        self._ready[d].appendleft((lost.prefix, lost.sample))
+        if not lost.prefix.keeps:
+            return []
+        lost.prefix.first_tokens[lost.sample] = lost.tokens
+        return [lost]
 
     def _admit(self) -> list[Prefill]:
         """Moves ready samples to free slots, lowest slot first, above the watermark of free pages.
@@ -358,10 +330,8 @@ class Scheduler:
         cache, occupied_D = self.cache, self._active_DB.sum(axis=1)
         for d, ready in enumerate(self._ready if self._parked else ()):
             # Those that keep pages first: they would never be free else.
-            ages = {key: parked.age for key, parked in self._parked.items()}
-            last = self._admissions
-            order = sorted(ready, key=lambda it: ages.get((it[0].group, it[1]), last))
-            self._ready[d] = collections.deque(order)
+            order = sorted(ready, key=lambda it: self._before(*it).age)
+            ready = self._ready[d] = collections.deque(order)
             begins = ready and not occupied_D[d]
             while begins and self._free_DP[d].sum() < self._pages_to_enter(*ready[0]):
                 if not self._drop(d):
@@ -389,25 +359,28 @@ class Scheduler:
         begun_N = (begun_N > 0) & has_none_N  # parked ones have their pages
         return self._recomputes(shard_N[begun_N], slot_N[begun_N])
 
+    def _before(self, prefix: Prefix, sample: int) -> Held:
+        """Returns what a ready sample begins with: what it has parked, or its first tokens."""
+        anew = Held(prefix, sample, self._admissions, prefix.first_tokens[sample])
+        return self._parked.get((prefix.group, sample), anew)
+
     def _pages_to_enter(self, prefix: Prefix, sample: int) -> int:
         """Counts the pages that a ready sample needs beside those that it has."""
-        parked = self._parked.get((prefix.group, sample))
-        if parked and len(parked.pages):
-            return int(parked.tokens // self.cache.page_tokens == len(parked.pages))
-        return 1 + prefix.first_tokens[sample] // self.cache.page_tokens
+        before = self._before(prefix, sample)
+        return 1 + before.tokens // self.cache.page_tokens - len(before.pages)
 
     def _recomputes(self, shard_N: np.ndarray, slot_N: np.ndarray) -> list[Prefill]:
         """Makes the calls for partial responses in these slots, in order of shards."""
         taken: dict[int, list[list]] = {}  # as in `_assign`
+        buckets = self.cache.recompute_buckets
         for d, b in zip(shard_N.tolist(), slot_N.tolist(), strict=True):
-            prefix, sample = self._in_slot(d, b)
-            tokens = prefix.first_tokens[sample]
-            fed = prefix.prompt_tokens + tokens - 1
-            bucket = self.cache.recompute_buckets.of(-(-fed // self.cache.page_tokens))
-            pages = self.pages(d, b)[: -(-tokens // self.cache.page_tokens)]
+            it = self._held(d, b)
+            fed = self._rows_DB["prompt_tokens"][d, b] + it.tokens
+            bucket = next(it for it in buckets if it * self.cache.page_tokens >= fed)
+            pages = it.pages[: -(-it.tokens // self.cache.page_tokens)]
             taken_D = taken.setdefault(bucket, [[] for _ in range(self.shards)])
-            taken_D[d].append((prefix.group, sample, pages))
-        return prefill_calls(taken, self.cache.recompute_buckets)
+            taken_D[d].append((it.prefix.group, it.sample, pages))
+        return prefill_calls(taken, buckets)
 
     def _rebalance(self, *, wait: bool) -> Moves:
         """Moves samples from full shards to others, unless to wait for prompts without a shard.
@@ -429,7 +402,7 @@ class Scheduler:
                 pages_DB = self._rows_DB["pages"]
                 pages_B = np.where(self._active_DB[d], pages_DB[d], self.cache.pages)
                 b, c = int(pages_B.argmin()), int(self._active_DB[e].argmin())
-                prefix, sample = self._in_slot(d, b)
+                prefix, sample, *_ = self._held(d, b)
                 if self._has_room(e, len(prefix.pages), pages=pages_B[b]):
                     self._move(moves, self._part(moves, prefix, sample, e), (d, b), (e, c))
         return Moves(*(np.array(rows, np.int32).reshape(-1, 4) for rows in moves))
@@ -457,11 +430,11 @@ class Scheduler:
         pages = np.flatnonzero(self._free_DP[prefix.shard])[: self._rows_DB["pages"][old]]
         self._rows_DB["response_pages"][new][: len(pages)] = pages
         self._free_DP[prefix.shard, pages] = False
-        moves.pages_M4.extend(copies(old[0], self._leave(*old), prefix.shard, pages))
+        moves.pages_M4.extend(copies(old[0], self._leave(*old).pages, prefix.shard, pages))
 
     def _enter(self, d: int, b: int, prefix: Prefix, sample: int) -> None:
-        anew = Parked(prefix, self._admissions, prefix.first_tokens[sample], np.zeros(0, int))
-        _, age, tokens, pages = self._parked.pop((prefix.group, sample), anew)
+        _, _, age, tokens, pages, _ = self._before(prefix, sample)
+        self._parked.pop((prefix.group, sample), None)
         self._admissions += 1
         row = {
             "active": 1,
@@ -493,13 +466,20 @@ class Scheduler:
         self._rows_DB["response_pages"][shard_N, slot_N, pages_N] = page_N
         self._rows_DB["pages"][shard_N, slot_N] = pages_N + 1
 
-    def _leave(self, d: int, b: int) -> np.ndarray:
-        """Frees a slot and its sample's own pages, which are returned in order."""
-        pages = self.pages(d, b).copy()
-        self._free_DP[d, pages] = True
+    def _held(self, d: int, b: int) -> Held:
+        sample, age, tokens, pages = (
+            int(self._rows_DB[name][d, b]) for name in ("sample", "age", "sampled", "pages")
+        )
+        pages_J = self._rows_DB["response_pages"][d, b, :pages].copy()
+        return Held(self._rows_DB["prefix"][d, b], sample, age, tokens, pages_J)
+
+    def _leave(self, d: int, b: int) -> Held:
+        """Frees a slot and its sample's own pages; returns what it held."""
+        held = self._held(d, b)
+        self._free_DP[d, held.pages] = True
         for column_DB in self._rows_DB.values():
             column_DB[d, b] = 0
-        return pages
+        return held
 
     def _release(self, prefix: Prefix) -> None:
         self._free_prompt_DP[prefix.shard, prefix.pages] = True

@@ -9,7 +9,7 @@ A session keeps what neither of them knows: the values of tokens. Data flow of `
 A request is (stream, cursor, sample). A stream has a random key and a way of sampling: training is
 one, each evaluation set another, and they share slots, pages and programs. A request's tokens
 depend on no schedule at all, so they are the same beside whichever others, but with partial
-rollouts. The scheduler knows a group by its number in order of submission alone.
+rollouts. The scheduler knows a group by one number, of stream and cursor.
 """
 
 import dataclasses
@@ -20,11 +20,11 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from dapo_jax.episodes import Answer, Environments, Where
+from dapo_jax.episodes import Answer, End, Environments, Where
 from dapo_jax.process import hosts
 from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.engine import Engine
-from dapo_jax.sampler.plan import Finished, Moves, Plan, Prefill
+from dapo_jax.sampler.plan import Held, Moves, Plan, Prefill
 from dapo_jax.sampler.scheduler import Scheduler
 from dapo_jax.types import TRAINING, Group, PartialGroup, Prompt, Response, RolloutStats
 from sharding import rules
@@ -35,6 +35,7 @@ LONG_ANSWER = 64
 # With partial rollouts an answer is taken so many blocks behind its turn, however fast it comes:
 # which groups are complete first depends on no clock.
 ANSWER_BLOCKS = 4
+CURSORS = 2**32  # a group's number is stream * CURSORS + cursor
 _NOTHING = Response(np.zeros(0, np.int32), np.zeros(0, np.float32), stopped=False)
 
 
@@ -47,20 +48,20 @@ class Stream(NamedTuple):
 
 @dataclasses.dataclass
 class _Unfinished:
-    """An unfinished group; responses: None for those that have not ended.
+    """An unfinished group, whose samples `left` have not ended.
 
-    stream: its place among the session's. partial: what there was of each response when the group
-    was submitted, at the last step's end, when it lost its slot, or when its environment answered,
-    whose tokens are in it; one that stopped has no answer yet. plays: whether it has an
+    stream: its place among the session's. responses: of those that are left, what there was when
+    the group was submitted, at the last step's end, when it lost its slot, or when its environment
+    answered, whose tokens are in it; one that stopped has no answer yet. plays: whether it has an
     environment. prompt_route_TLA: of its newest prefill.
     """
 
     stream: int
     cursor: int
     prompt: Prompt
-    responses: list[Response | None]
-    partial: list[Response]
-    plays: bool = False
+    responses: list[Response]
+    left: set[int]
+    plays: bool
     prompt_route_TLA: np.ndarray | None = None
 
 
@@ -97,7 +98,6 @@ class Session:
         self._prompt_pages, self._pages = engine.new_pages()
         self._scheduler = Scheduler(cache, engine.shards)
         self._groups: dict[int, _Unfinished] = {}  # by number
-        self._name_Q2 = np.zeros((0, 2), np.int32)  # (stream, cursor) by number
         # Sampled tokens lie in the host's pages as their keys and values do in the device's.
         pool = (engine.shards, cache.pages, cache.page_tokens)
         self._token_DPC, self._logp_DPC = np.zeros(pool, np.int32), np.zeros(pool, np.float32)
@@ -105,7 +105,6 @@ class Session:
         self._route_DPCLA = np.zeros((*pool, *routes), np.uint8) if routes else None
         self._decoded = 0  # blocks so far
         self._asked: dict[Where, int] = {}  # turns without an answer yet: blocks then
-        self._early: dict[Where, Answer] = {}  # answers that are not due
 
     def resume(self, params) -> None:
         """Continues with these weights."""
@@ -136,26 +135,22 @@ class Session:
         had of the group, which goes on behind whole blocks of it. keeps: whether a sample that
         loses its slot goes on from its tokens, whose keys and values are computed again; other
         samples start again, so that their bits depend on no schedule.
-        Raises ValueError for an empty prompt, or one of more than `max_prompt_tokens`.
+
+        The prompt has 1 to `Cache.max_prompt_tokens` tokens: data sets have no others.
         """
-        length, longest = len(prompt.token_ids), self._engine.cache.max_prompt_tokens
-        if not 1 <= length <= longest:
-            raise ValueError(
-                f"the prompt at cursor {cursor} has {length} tokens; it needs at least 1 and "
-                f"at most rollout.max_prompt_tokens = {longest}"
-            )
         limit = self._samplings[stream].max_response_tokens
         limits = [limit] * group_size if max_tokens is None else list(max_tokens)
-        number = len(self._name_Q2)
+        number = stream * CURSORS + cursor
         if partial is None:
             partial = PartialGroup(cursor, (_NOTHING,) * group_size, (True,) * group_size)
         of_samples = zip(partial.responses, partial.unfinished_G, limits, strict=True)
         tokens = [self._whole_blocks(r, most) if more else None for r, more, most in of_samples]
-        self._scheduler.submit(number, length, limits, first_tokens=tokens, keeps=keeps)
-        plays, responses = self._environments.plays(prompt), list(partial.responses)
-        group = _Unfinished(stream, cursor, prompt, partial.ended, responses, plays)
-        self._groups[number] = group
-        self._name_Q2 = np.append(self._name_Q2, np.int32([[stream, cursor]]), axis=0)
+        plays = self._environments.plays(prompt)
+        how = {"first_tokens": tokens, "keeps": keeps, "parks": plays}
+        self._scheduler.submit(number, len(prompt.token_ids), limits, **how)
+        left = set(np.flatnonzero(partial.unfinished_G).tolist())
+        responses = list(partial.responses)
+        self._groups[number] = _Unfinished(stream, cursor, prompt, responses, left, plays)
 
     def _whole_blocks(self, response: Response, limit: int) -> int:
         """Counts the tokens of a partial response to keep, rounded down to whole blocks.
@@ -169,8 +164,7 @@ class Session:
 
     def cancel(self, cursor: int) -> None:
         """Forgets an unfinished group of training; the tokens sampled for it are discarded."""
-        of_training = {g.cursor: n for n, g in self._groups.items() if g.stream == TRAINING}
-        number = of_training[cursor]
+        number = TRAINING * CURSORS + cursor
         self._scheduler.cancel(number)
         self._environments.close(number)
         del self._groups[number]
@@ -180,20 +174,16 @@ class Session:
 
         They continue after `resume`, or in another session that they are submitted to.
         """
-        self._params, slots, found = None, self._scheduler.occupied, []
+        self._params, held, found = None, self._scheduler.occupied, []
         for number, group in self._groups.items():
             if group.stream != TRAINING:
                 continue
-            responses = []
-            for g, response in enumerate(group.responses):
-                if response is None and (number, g) in slots:
-                    d, b, tokens = slots[number, g]
-                    here = Finished(number, g, tokens, False, d, self._scheduler.pages(d, b))
-                    response = self._so_far(group, here)
-                responses.append((response or group.partial[g]).continued())
-            unfinished_G = tuple(response is None for response in group.responses)
-            found.append(PartialGroup(group.cursor, tuple(responses), unfinished_G))
-            group.partial[:], group.responses[:] = responses, found[-1].ended
+            for g in group.left:
+                if (number, g) in held:
+                    group.responses[g] = self._so_far(group, held[number, g])
+            group.responses = [response.continued() for response in group.responses]
+            unfinished_G = tuple(g in group.left for g in range(len(group.responses)))
+            found.append(PartialGroup(group.cursor, tuple(group.responses), unfinished_G))
         return found
 
     @property
@@ -217,16 +207,16 @@ class Session:
         They are in order of streams and cursors. more: as of `Scheduler.next_block`.
         """
         spent, start = self.stats.seconds, time.perf_counter()
-        answered = self._take_answers()
+        self._take_answers()
         if "environment" in spent:
             spent["environment"] += time.perf_counter() - start
         if not self._scheduler.has_work:
-            return answered
+            return self._finished()
         start = time.perf_counter()
         plan = self._scheduler.next_block(more=more)
         for it in plan.preempted:
-            group = self._groups[it.group]
-            group.partial[it.sample] = self._so_far(group, it)
+            group = self._groups[it.prefix.group]
+            group.responses[it.sample] = self._so_far(group, it)
         planned = time.perf_counter()
         self._prefill(plan.prefills)
         self._move(plan.moves)
@@ -234,8 +224,8 @@ class Session:
         prefilled = time.perf_counter()
         self._stalled = not len(plan.shard_N)  # parked samples have all pages
         if self._stalled:
-            return answered
-        stream_N, cursor_N = self._name_Q2[plan.group_N].T
+            return self._finished()
+        stream_N, cursor_N = np.divmod(plan.group_N, CURSORS)
         # Truncated streams first: there `sampling.truncate` looks for them.
         rows, page_P, row_N = self._scheduler.table(
             self._engine.sizes, behind_N=~self._truncates_Z[stream_N]
@@ -268,25 +258,23 @@ class Session:
             waiting=plan.waiting,
             cache_use=plan.cache_use,
         )
-        plays_N = np.array([self._groups[number].plays for number in plan.group_N.tolist()], bool)
-        groups = self._finish(self._scheduler.complete(used_N, stopped_N, plays_N))
-        groups = sorted([*answered, *groups], key=lambda group: (group.stream, group.cursor))
+        self._end(self._scheduler.complete(used_N, stopped_N))
         spent["prefill"] += prefilled - planned
         spent["decode"] += decoded - launched
         spent["host"] += time.perf_counter() - decoded + launched - prefilled + planned - start
-        return groups
+        return self._finished()
 
     def _prefill(self, prefills: list[Prefill]) -> None:
-        for number_R, _, page_RI in prefills:
+        for names, page_RI in prefills:
             tokens = page_RI.shape[1] * self._engine.cache.page_tokens
-            tokens_RT = np.zeros((len(number_R), tokens), np.int32)
-            groups = {r: self._groups[int(number_R[r])] for r in np.flatnonzero(number_R >= 0)}
+            tokens_RT = np.zeros((len(page_RI), tokens), np.int32)
+            groups = {r: self._groups[number] for r, (number, _) in names.items()}
             for r, group in groups.items():
                 prompt = group.prompt.token_ids[:-1]
                 tokens_RT[r, : len(prompt)] = prompt
             self.stats.prefilled_prompts += len(groups)
-            self._prompt_pages, route_RTLA = self._engine.prefill(
-                self._params, self._prompt_pages, tokens_RT, page_RI
+            self._prompt_pages, route_RTLA = self._engine.fill(
+                "prefill", self._params, self._prompt_pages, tokens_RT, page_RI
             )
             for r, group in groups.items() if route_RTLA is not None else ():
                 of_prompt = len(group.prompt.token_ids) - 1
@@ -307,27 +295,24 @@ class Session:
         if not plan.recomputes:
             return
         C = self._engine.cache.page_tokens
-        slots = self._scheduler.occupied
-        for number_R, sample_R, page_RI in plan.recomputes:
+        held = self._scheduler.occupied
+        for names, page_RI in plan.recomputes:
             tokens_RT = np.zeros((len(page_RI), page_RI.shape[1] * C), np.int32)
             tokens_R, begin_R = np.zeros((2, len(page_RI)), np.int32)
-            for r in np.flatnonzero(number_R >= 0).tolist():
-                number, sample = int(number_R[r]), int(sample_R[r])
-                d, b, tokens = slots[number, sample]
-                prompt, partial = self._groups[number].prompt, self._groups[number].partial[sample]
-                fed = np.append(prompt.token_ids, partial.tokens_T[: tokens - 1])
+            for r, name in names.items():
+                group, it = self._groups[name[0]], held[name]
+                response, of_prompt = group.responses[it.sample], len(group.prompt.token_ids) - 1
+                fed = np.append(group.prompt.token_ids, response.tokens_T[: it.tokens - 1])
                 tokens_RT[r, : len(fed)] = fed
-                tokens_R[r], begin_R[r] = len(fed), len(prompt.token_ids) - 1
-                index_T = np.arange(tokens)
-                where = (d, self._scheduler.pages(d, b)[index_T // C], index_T % C)
-                self._token_DPC[where] = partial.tokens_T[:tokens]
-                self._logp_DPC[where] = partial.behavior_logp_T[:tokens]
+                tokens_R[r], begin_R[r] = len(fed), of_prompt
+                index_T = np.arange(it.tokens)
+                where = (it.prefix.shard, it.pages[index_T // C], index_T % C)
+                self._token_DPC[where] = response.tokens_T[: it.tokens]
+                self._logp_DPC[where] = response.behavior_logp_T[: it.tokens]
                 if self._route_DPCLA is not None:
-                    of_prompt = len(prompt.token_ids) - 1
-                    self._route_DPCLA[where] = partial.route_TLA[of_prompt : of_prompt + tokens]
-            self._pages = self._engine.recompute(
-                self._params, self._pages, tokens_RT, tokens_R, begin_R, page_RI
-            )
+                    self._route_DPCLA[where] = response.route_TLA[of_prompt:][: it.tokens]
+            of_rows = tokens_RT, tokens_R, begin_R, page_RI
+            self._pages, _ = self._engine.fill("recompute", self._params, self._pages, *of_rows)
         jax.block_until_ready(self._pages)
 
     def _next_tokens(self, plan: Plan) -> np.ndarray:
@@ -349,7 +334,7 @@ class Session:
         rows = zip(plan.group_N.tolist(), plan.sample_N, plan.sampled_N, strict=True)
         for n, (number, sample, first) in enumerate(rows if self._engine.cache.turns else ()):
             if self._groups[number].plays:
-                known = self._groups[number].partial[sample]
+                known = self._groups[number].responses[sample]
                 tokens_T = known.tokens_T[first : first + given_NS.shape[1]]
                 given_NS[n, : len(tokens_T)] = tokens_T + 1
                 logp_NS[n, : len(tokens_T)] = known.behavior_logp_T[first:][: len(tokens_T)]
@@ -375,66 +360,53 @@ class Session:
             self._route_DPCLA[where] = route_NSLA
         return used_N, used_N == stop_N + 1
 
-    def _finish(self, ended: list[Finished]) -> list[Group]:
-        """Stores the responses of ended samples; returns the groups they finish.
+    def _end(self, ended: list[Held]) -> None:
+        """Stores the responses of ended samples.
 
         Those with an environment have ended a turn, on which it is asked.
         """
-        finished = []
         for it in ended:
-            group = self._groups[it.group]
-            response = self._response(group, it)
-            if group.plays:
-                group.partial[it.sample] = response
-                room = self._samplings[group.stream].max_response_tokens - it.tokens
-                where = (it.group, it.sample)
-                if self._engine.cache.partial_rollouts:
-                    self._asked[where] = self._decoded
-                self._environments.ask(where, group.cursor, group.prompt, response, room)
-            else:
-                finished += self._ended(it.group, it.sample, response)
-        return finished
+            group = self._groups[it.prefix.group]
+            response = group.responses[it.sample] = self._response(group, it)
+            if not group.plays:
+                group.left.remove(it.sample)
+                continue
+            room = self._samplings[group.stream].max_response_tokens - it.tokens
+            where = (it.prefix.group, it.sample)
+            if self._engine.cache.partial_rollouts:
+                self._asked[where] = self._decoded
+            self._environments.ask(where, group.prompt, response, room)
 
-    def _ended(self, number: int, sample: int, response: Response) -> list[Group]:
-        """Stores an ended sample's response; returns its group if it was the last."""
-        group = self._groups[number]
-        group.responses[sample] = response
-        if None in group.responses:
-            return []
-        del self._groups[number]
-        return [Group(group.cursor, group.prompt, tuple(group.responses), group.stream)]
+    def _finished(self) -> list[Group]:
+        """Takes out the groups of which nothing is left, in order of streams and cursors."""
+        numbers = sorted(number for number, group in self._groups.items() if not group.left)
+        groups = [self._groups.pop(number) for number in numbers]
+        return [Group(it.cursor, it.prompt, tuple(it.responses), it.stream) for it in groups]
 
-    def _take_answers(self) -> list[Group]:
-        """Lets samples go on whose environments have answered; returns the groups that finish."""
-        finished = []
+    def _take_answers(self) -> None:
+        """Lets samples go on whose environments have answered, or ends them."""
         for (number, sample), answer in self._arrived():
             if (group := self._groups.get(number)) is None:
                 continue  # cancelled meanwhile
-            response = group.partial[sample]
-            if more := len(answer.tokens):
-                group.partial[sample] = dataclasses.replace(
-                    response,
-                    tokens_T=np.append(response.tokens_T, np.int32(answer.tokens)),
-                    behavior_logp_T=np.append(response.behavior_logp_T, np.zeros(more, np.float32)),
-                    given_T=np.append(~response.sampled_T, np.ones(more, bool)),
-                    stopped=False,
-                )
-                first = 0
-                if more > LONG_ANSWER and self._route_DPCLA is None:
-                    limit = self._samplings[group.stream].max_response_tokens
-                    first = self._whole_blocks(group.partial[sample], limit)
-                self._scheduler.resume(number, sample, first_tokens=first)
+            response = group.responses[sample]
+            if isinstance(answer, End):
+                group.responses[sample] = dataclasses.replace(response, **answer._asdict())
+                group.left.remove(sample)
+                self._scheduler.end(number, sample)
                 continue
-            response = dataclasses.replace(
+            more = len(answer)
+            group.responses[sample] = dataclasses.replace(
                 response,
-                stopped=response.stopped and not answer.is_cut,
-                verdict=answer.verdict,
-                measures=answer.measures,
-                turns=answer.turns,
+                tokens_T=np.append(response.tokens_T, np.int32(answer)),
+                behavior_logp_T=np.append(response.behavior_logp_T, np.zeros(more, np.float32)),
+                given_T=np.append(~response.sampled_T, np.ones(more, bool)),
+                stopped=False,
             )
-            self._scheduler.end(number, sample)
-            finished += self._ended(number, sample, response)
-        return finished
+            first = 0
+            if more > LONG_ANSWER and self._route_DPCLA is None:
+                limit = self._samplings[group.stream].max_response_tokens
+                first = self._whole_blocks(group.responses[sample], limit)
+            self._scheduler.resume(number, sample, first_tokens=first)
 
     def _arrived(self) -> list[tuple[Where, Answer]]:
         """Returns the answers to take now; waits where one is due, or where all wait for one."""
@@ -444,16 +416,14 @@ class Session:
         until = self._decoded - ANSWER_BLOCKS
         if idle:
             until = max(until, min(self._asked.values(), default=until))
-        due = sorted(where for where, decoded in self._asked.items() if decoded <= until)
-        while not self._early.keys() >= set(due):
-            self._early |= dict(self._environments.answers(wait=True))
+        due = [where for where, decoded in self._asked.items() if decoded <= until]
         for where in due:
             del self._asked[where]
-        return [(where, self._early.pop(where)) for where in due]
+        return self._environments.answers(due, wait=True)
 
-    def _so_far(self, group: _Unfinished, it: Finished) -> Response:
+    def _so_far(self, group: _Unfinished, it: Held) -> Response:
         """Makes a response of a sample that has not ended; more is known of one fed again."""
-        known = group.partial[it.sample]
+        known = group.responses[it.sample]
         if not (group.plays and it.tokens < len(known.tokens_T)):
             return self._response(group, it)
         route_TLA = self._route(group, it)  # also of an answer that was fed in part
@@ -461,13 +431,13 @@ class Session:
             return known
         return dataclasses.replace(known, route_TLA=route_TLA)
 
-    def _response(self, group: _Unfinished, it: Finished) -> Response:
+    def _response(self, group: _Unfinished, it: Held) -> Response:
         tokens_T, logp_T = (
-            pool_DPC[it.shard, it.pages].reshape(-1)[: it.tokens]
+            pool_DPC[it.prefix.shard, it.pages].reshape(-1)[: it.tokens]
             for pool_DPC in (self._token_DPC, self._logp_DPC)
         )
         # Less where it went on behind whole blocks.
-        before = group.partial[it.sample]
+        before = group.responses[it.sample]
         ends = tuple(min(end, it.tokens) for end in before.ends)
         given_T, route_TLA = before.given_T, self._route(group, it)
         if given_T is not None:
@@ -476,10 +446,10 @@ class Session:
             tokens_T, logp_T, it.stopped, ends=ends, given_T=given_T, route_TLA=route_TLA
         )
 
-    def _route(self, group: _Unfinished, it: Finished) -> np.ndarray | None:
+    def _route(self, group: _Unfinished, it: Held) -> np.ndarray | None:
         if self._route_DPCLA is None:
             return None
-        pages_PCLA = self._route_DPCLA[it.shard, it.pages]
+        pages_PCLA = self._route_DPCLA[it.prefix.shard, it.pages]
         route_TLA = pages_PCLA.reshape(-1, *pages_PCLA.shape[2:])[: it.tokens]
         of_prompt = group.prompt_route_TLA  # None where it has one token: nothing to prefill
         return route_TLA if of_prompt is None else np.concatenate([of_prompt, route_TLA])

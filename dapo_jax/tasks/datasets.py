@@ -130,30 +130,12 @@ def tokenize(
     return prompts, len(examples) - len(prompts)
 
 
-def prompt_stream(
-    *sets: Sequence[Prompt], seed: int, weights: Sequence[float] | None = None
-) -> grain.MapDataset:
-    """Orders the training prompts without end: stream[cursor] for every integer cursor >= 0.
-
-    Epoch e of a set of n is stream[e * n] to stream[(e + 1) * n - 1]: each item once, in an order
-    that depends on the seed and e alone. Of several sets, each is taken so, and the next prompt is
-    of the set that is furthest behind its share: the order of the sets depends on the weights
-    alone. Access is random, so the cursor is all the state there is. seed: 0 to 2**32 - 1.
-    weights: one for each set, above 0, counted to 1 % of the least.
-    """
-    # Of one seed, sets of the same length would be shuffled in the same order.
-    others = [np.random.SeedSequence((seed, i)) for i in range(1, len(sets))]
-    seeds = [seed, *(int(other.generate_state(1)[0]) for other in others)]
-    endless = [
-        grain.MapDataset.source(items).shuffle(seed=own).repeat()
-        for items, own in zip(sets, seeds, strict=True)
-    ]
-    return grain.MapDataset.mix(endless, weights) if len(sets) > 1 else endless[0]
-
-
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-    """Holds the training sets and their weights, by config key; one set alone is a mixture too."""
+    """Holds the training sets and their weights, by config key; one set alone is a mixture too.
+
+    Weights are above 0.
+    """
 
     sets: Mapping[str, Dataset]
     weights: Mapping[str, float]
@@ -165,9 +147,23 @@ class Mixture:
         return {key: weight / total for key, weight in self.weights.items()}
 
     def stream(self, seed: int) -> grain.MapDataset:
-        """Orders the prompts of all sets."""
-        prompts = [dataset.prompts for dataset in self.sets.values()]
-        return prompt_stream(*prompts, seed=seed, weights=list(self.weights.values()))
+        """Orders the prompts of all sets without end: stream[cursor] for every integer cursor >= 0.
+
+        Epoch e of a set of n is stream[e * n] to stream[(e + 1) * n - 1]: each item once, in an
+        order that depends on the seed and e alone. Of several sets, each is taken so, and the next
+        prompt is of the set that is furthest behind its share: the order of the sets depends on the
+        weights alone. Access is random, so the cursor is all the state there is. seed: 0 to
+        2**32 - 1. The weights are counted to 1 % of the least.
+        """
+        # Of one seed, sets of the same length would be shuffled in the same order.
+        others = [np.random.SeedSequence((seed, i)) for i in range(1, len(self.sets))]
+        seeds = [seed, *(int(other.generate_state(1)[0]) for other in others)]
+        endless = [
+            grain.MapDataset.source(dataset.prompts).shuffle(seed=own).repeat()
+            for dataset, own in zip(self.sets.values(), seeds, strict=True)
+        ]
+        weights = list(self.weights.values())
+        return grain.MapDataset.mix(endless, weights) if len(endless) > 1 else endless[0]
 
     def grade(self, group: Group) -> Group:
         """Grades a group as its set does; of several sets, each measures its own accuracy.

@@ -97,12 +97,14 @@ class Episode:
     """One environment in the middle of an episode.
 
     reads(text, schemas): a turn's tool calls in the model's own form; where it finds none,
-    `tool_calls` looks. turns, calls, failed_calls, timeouts: how many there were. Raises
-    EnvironmentFailed for what fails outside a tool.
+    `tool_calls` looks. turns: how many there were; measures: of calls, those that failed and those
+    that took too long. said: what both sides have read of each other. Raises EnvironmentFailed for
+    what fails outside a tool.
     """
 
     def __init__(self, factory: Factory, example: Example, reads=lambda text, schemas: ()):
-        self.turns = self.calls = self.failed_calls = self.timeouts = 0
+        self.turns, self.said = 0, []
+        self.measures = dict.fromkeys(("calls", "failed_calls", "timeouts"), 0.0)
         self._factory, self._reads, self._reward = factory, reads, None
         columns = {"prompt": list(example.prompt), "answer": example.answer}
         columns |= example.extra if isinstance(example.extra, Mapping) else {}
@@ -132,10 +134,6 @@ class Episode:
         if said and self._given("is_done"):
             return []
         return [{**message, "content": _encodable(message["content"])} for message in said]
-
-    def measures(self) -> dict[str, float]:
-        """Counts what there was, for the metrics."""
-        return {name: float(getattr(self, name)) for name in ("calls", "failed_calls", "timeouts")}
 
     def verdict(self) -> Verdict | None:
         """Grades the episode; None where the class has no reward."""
@@ -175,7 +173,7 @@ class Episode:
 
     def _called(self, call: Mapping | str) -> Message:
         """Calls a tool; the model reads its answer, or what is wrong with the call."""
-        self.calls += 1
+        self.measures["calls"] += 1
         names = {tool.__name__ for tool in self._factory.tools}
         name, arguments = "", {}
         try:
@@ -189,8 +187,8 @@ class Episode:
             answer = within(self._factory.seconds, lambda: method(**arguments))
             content = answer if isinstance(answer, str) else json.dumps(answer, default=str)
         except Exception as error:  # it may be the model's doing
-            self.failed_calls += 1
-            self.timeouts += isinstance(error, TimeoutError)
+            self.measures["failed_calls"] += 1
+            self.measures["timeouts"] += isinstance(error, TimeoutError)
             content = f"Error: {str(error)[:MAX_ERROR_CHARS] or type(error).__name__}"
         known = name if isinstance(name, str) and name else "tool"
         return {"role": "tool", "name": _encodable(known), "content": content}
@@ -226,11 +224,8 @@ def _accepted(method: Callable, columns: Mapping) -> dict:
     return {it.name: columns[it.name] for it in parameters if it.name in columns}
 
 
-def within(seconds: float, call: Callable) -> Any:
-    """Returns what a call gives, in a thread of its own; TimeoutError where it takes too long.
-
-    A thread that hangs cannot be ended: it is left behind.
-    """
+def started(call: Callable) -> concurrent.futures.Future:
+    """Begins a call, maybe an async one, in a thread of its own that no program waits for."""
     found: concurrent.futures.Future = concurrent.futures.Future()
 
     def run():
@@ -243,6 +238,15 @@ def within(seconds: float, call: Callable) -> Any:
             found.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
 
     threading.Thread(target=run, name="environment", daemon=True).start()
+    return found
+
+
+def within(seconds: float, call: Callable) -> Any:
+    """Returns what a call gives; TimeoutError where it takes too long.
+
+    A thread that hangs cannot be ended: it is left behind.
+    """
+    found = started(call)
     if not concurrent.futures.wait([found], seconds).done:
         raise TimeoutError(f"{TIMED_OUT} {seconds:g} s")
     return found.result()

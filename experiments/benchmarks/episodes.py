@@ -16,7 +16,7 @@ import time
 import numpy as np
 from absl import app, flags
 
-from dapo_jax.episodes import Answer
+from dapo_jax.episodes import End
 from dapo_jax.report.compare import table
 from experiments.benchmarks import common
 from sharding.mesh import split_cpu
@@ -46,11 +46,11 @@ class Fixed:
     def close(self, number=None) -> None:
         pass
 
-    def ask(self, where, cursor, prompt, response, room) -> None:
+    def ask(self, where, prompt, response, room) -> None:
         self._asked += 1
         self._turns[where] += 1
         goes_on = response.stopped and room > GIVEN and self._turns[where] < TURNS
-        found = (where, Answer(range(1, 1 + GIVEN) if goes_on else ()))
+        found = (where, range(1, 1 + GIVEN) if goes_on else End(response.stopped, {}))
         if self._seconds:
             threading.Timer(self._seconds, self._found.put, (found,)).start()
         else:

@@ -44,13 +44,13 @@ def idle_share(call_seconds: float, step_seconds: float) -> float:
             for i in range(GROUP):
                 length_K = rng.integers(TURN // 2, TURN * 3 // 2, TURNS) + GIVEN
                 ends[submitted, i], turn[submitted, i] = np.cumsum(length_K) - GIVEN, 0
-            scheduler.submit(submitted, PROMPT, [RESPONSE] * GROUP)
+            scheduler.submit(submitted, PROMPT, [RESPONSE] * GROUP, parks=True)
             submitted += 1
         plan = scheduler.next_block()
         samples = list(zip(plan.group_N.tolist(), plan.sample_N.tolist(), strict=True))
         left_N = np.array([ends[it][turn[it]] for it in samples], int) - plan.sampled_N
         ended_N = left_N <= BLOCK
-        scheduler.complete(np.minimum(left_N, BLOCK), ended_N, np.ones(len(left_N), bool))
+        scheduler.complete(np.minimum(left_N, BLOCK), ended_N)
         now += BLOCK * step_seconds
         for n in np.flatnonzero(ended_N).tolist():
             heapq.heappush(answers, (now + call_seconds, samples[n]))

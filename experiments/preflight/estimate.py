@@ -160,7 +160,7 @@ def simulate(
         if step == skipped:
             seconds = tokens = 0.0
         if step % every_steps == 0:
-            tokens += sum(sampled for *_, sampled in scheduler.occupied.values()) / shards
+            tokens += sum(it.tokens for it in scheduler.occupied.values()) / shards
         while not ends(scheduler.unfinished):
             if scheduler.idle_slots >= IDLE_SHARE * shards * cache.slots:
                 while scheduler.idle_slots and more():
