@@ -96,7 +96,7 @@ def collect(
     return Rollouts(
         sampled=sampled,
         kept=kept,
-        informative=informative,
+        informative=informative_groups(success_PG),
         cursor=end,
         issued=len(sampled) if keeps else step.issued,
         stats=dataclasses.replace(session.stats, requests=requests, seconds=seconds),
