@@ -87,7 +87,7 @@ def test_a_forks_tokens_begin_with_its_parents():
         for step, total in ((5, 150), (6, 200), (7, 280))
     ]
     assert tokens_before(rows) == {5: 100, 6: 150, 7: 200, 8: 280}
-    assert tokens_before([rows[0] | {"step": 0}]) == {0: 0, 1: 150}
+    assert tokens_before([rows[0] | {"step": 0, "sampled_tokens_total": 50}]) == {0: 0, 1: 50}
 
 
 def test_summary_lines_compare_first_and_last():
