@@ -33,3 +33,19 @@ def load(path, stop_tokens=None, chat="none", **how):
 
 def user(text):
     return [{"role": "user", "content": text}]
+
+
+class Letters:
+    """A tokenizer of letters, whose stop token is 0; its template begins no answer."""
+
+    opening = ""
+
+    def decode(self, ids):
+        return "".join(chr(id) for id in ids if id)
+
+    def tool_calls(self, text, tools):
+        return ()
+
+    def between(self, messages, stop_id):
+        assert stop_id == 0
+        return [ord(letter) for message in messages for letter in message["content"]]

@@ -3,6 +3,7 @@
 import os
 import pathlib
 import signal
+import sys
 import tempfile
 
 import pytest
@@ -26,6 +27,8 @@ for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+# Tasks and families of one's own are found where PYTHONPATH points.
+sys.path += [str(ROOT / "tests" / name) for name in ("ext_tasks", "ext_models")]
 FULL = os.environ.get("FAULTS") == "full"  # as many faults as `make faults` injects
 
 

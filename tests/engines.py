@@ -170,13 +170,14 @@ def sample_groups(engine, params, groups):
 
 
 def same_bits(responses, expected, *, atol=0.0):
-    """Asserts equal responses, their log-probabilities bit for bit or to `atol`."""
+    """Asserts equal responses and routes, log-probabilities bit for bit or to `atol`."""
     assert responses
     for request, response in responses.items():
         wanted = expected[request]
         assert np.array_equal(response.tokens_T, wanted.tokens_T), request
         assert np.array_equal(response.sampled_T, wanted.sampled_T), request
         assert (response.stopped, response.measures) == (wanted.stopped, wanted.measures), request
+        assert np.array_equal(response.route_TLA, wanted.route_TLA), request
         gap = np.abs(response.behavior_logp_T - wanted.behavior_logp_T).max()
         assert gap <= atol, f"log-probs of {request} differ by up to {gap}"
 

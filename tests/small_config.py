@@ -35,7 +35,12 @@ def get_config():
     return small()
 
 
-def task_of(on_bad_row: str = "error", **settings):
+def set_of(on_bad_row: str = "error", **settings):
+    """The settings of a training set, as a command has them."""
     config = base.get_config()
     config.data.on_bad_row, config.data.train = on_bad_row, base.dataset(**settings)
-    return make_task("data.train", base.mixture_settings(config)["data.train"])
+    return base.mixture_settings(config)["data.train"]
+
+
+def task_of(**settings):
+    return make_task("data.train", set_of(**settings))

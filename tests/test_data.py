@@ -7,8 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from byte_tokenizers import bpe, load
+from small_config import set_of
 
-from configs import base
 from dapo_jax.tasks.datasets import Mixture, load_dataset, tokenize
 from dapo_jax.tasks.math_problems import MathProblems
 from dapo_jax.tasks.readers import read_rows
@@ -24,12 +24,9 @@ def read(path, **settings):
     return MathProblems(path=str(path), **settings).load()
 
 
-def load_prompts(path, tokenizer, *, max_prompt_tokens, on_bad_row="error", **settings):
+def load_prompts(path, tokenizer, *, max_prompt_tokens, **settings):
     """A file's prompts and report, as a command loads them."""
-    config = base.get_config()
-    config.data.train = base.dataset(path=str(path), **settings)
-    config.data.on_bad_row = on_bad_row
-    settings = base.mixture_settings(config)["data.train"]
+    settings = set_of(path=str(path), **settings)
     loaded = load_dataset("data.train", settings, tokenizer, max_prompt_tokens=max_prompt_tokens)
     return loaded.prompts, loaded.report
 

@@ -1,7 +1,6 @@
 """A model family from outside the packages, in one file, from its weights to an update."""
 
 import math
-import pathlib
 
 import numpy as np
 import pytest
@@ -16,15 +15,8 @@ from models import families
 from models.hf import load_hf, save_hf
 from models.transformer import split
 
-OUTSIDE = pathlib.Path(__file__).parent / "ext_models"
 D, F, N, K, H, L, V = 32, 48, 4, 2, 16, 2, 64  # heads * head_dim is not the width
 EPS, THETA = 1e-6, 1e4
-
-
-@pytest.fixture(autouse=True)
-def outside(monkeypatch):
-    """Families of one's own are found where PYTHONPATH points."""
-    monkeypatch.syspath_prepend(str(OUTSIDE))
 
 
 @pytest.fixture

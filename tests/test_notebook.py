@@ -1,12 +1,9 @@
 """The notebook runs from its first cell to its last, and its policy learns."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
-from processes import ROOT
+from processes import ROOT, ran
 
 NOTEBOOK = ROOT / "experiments" / "notebook" / "dapo.ipynb"
 
@@ -36,13 +33,4 @@ def test_the_notebook_runs_in_a_process_of_its_own(tmp_path):
     program.write_text(
         "\n\n".join(short).replace('pathlib.Path("runs"', f"pathlib.Path({str(tmp_path)!r}") + shown
     )
-    done = subprocess.run(
-        [sys.executable, program],
-        cwd=NOTEBOOK.parent,
-        env={**os.environ, "MPLBACKEND": "agg"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "THE END 2 {0: " in done.stdout
+    assert "THE END 2 {0: " in ran(program, cwd=NOTEBOOK.parent, MPLBACKEND="agg").stdout

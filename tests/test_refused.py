@@ -149,7 +149,6 @@ REFUSED = [
 
 @pytest.mark.parametrize(("refuses", "given", "words"), REFUSED)
 def test_it_is_refused_in_one_line(refuses, given, words, monkeypatch):
-    monkeypatch.syspath_prepend("tests/ext_tasks")
     monkeypatch.setattr(writers.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=words) as refused:
         refuses(given)

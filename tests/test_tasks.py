@@ -3,12 +3,12 @@
 import collections
 import fractions
 import json
-import pathlib
 import pickle
 import re
 
 import numpy as np
 import pytest
+from byte_tokenizers import Letters
 from processes import ROOT, ran
 from runs import responses
 from small_config import task_of
@@ -23,27 +23,9 @@ from dapo_jax.tasks.math_problems import MathProblems, MathTask
 from dapo_jax.tasks.rows import DataError
 from dapo_jax.types import Example, Group, Prompt, Response, Verdict
 
-OUTSIDE = pathlib.Path(__file__).parent / "ext_tasks"
 COUNTDOWN = "countdown:Countdown"
-
-
-@pytest.fixture(autouse=True)
-def outside(monkeypatch):
-    """Tasks of one's own are found where PYTHONPATH points."""
-    monkeypatch.syspath_prepend(str(OUTSIDE))
-
-
 USER = ({"role": "user", "content": "hi"},)
 EXAMPLE = Example(USER, "5", "sums.csv", 3)
-
-
-class Letters:
-    """A tokenizer of one id a character, whose template begins no answer."""
-
-    opening = ""
-
-    def decode(self, ids):
-        return "".join(map(chr, ids))
 
 
 def group(texts, example):
@@ -157,7 +139,7 @@ def test_a_task_and_an_evaluation_set_from_outside(tmp_path):
     def run(command, *flags):
         given = (f"--config.{flag}" for flag in ("mesh.cpu_devices=1", *flags))
         command = ("-m", f"dapo_jax.{command}", SMALL, f"--workdir={tmp_path}", *given)
-        return ran(*command, PYTHONPATH=f"{ROOT}:{OUTSIDE}").stdout
+        return ran(*command, PYTHONPATH=f"{ROOT}:{ROOT / 'tests' / 'ext_tasks'}").stdout
 
     flags = ("num_steps=1", "algo.dynamic_sampling=False", "eval.every_steps=0")
     run("train", *flags, f"data.train.task={COUNTDOWN}", "data.train.count=50")

@@ -21,37 +21,33 @@ from dapo_jax.types import Example
 MAX_VALUE = 99  # every intermediate result stays within 0..MAX_VALUE
 TEST_SHARE = 8  # one question in eight belongs to the test split
 
-# A story: opening, one clause for "+", "-" and "*", the question.
-STORIES = (
-    (
-        "A box holds {} coins.",
-        "{} coins are added.",
-        "{} coins are taken out.",
-        "Then the coins become {} times as many.",
-        "How many coins are in the box?",
-    ),
-    (
-        "Tom has {} apples.",
-        "He buys {} more.",
-        "He gives away {}.",
-        "He trades and now has {} times as many.",
-        "How many apples does Tom have?",
-    ),
-    (
-        "A bus carries {} people.",
-        "{} people get on.",
-        "{} people get off.",
-        "At the station the number grows {} times.",
-        "How many people are on the bus?",
-    ),
-    (
-        "Mia has saved {} dollars.",
-        "She earns {} dollars.",
-        "She spends {} dollars.",
-        "A prize makes it {} times as much.",
-        "How many dollars does Mia have?",
-    ),
-)
+# Of each story the opening, one clause for "+", "-" and "*", and the question.
+_STORIES = """\
+A box holds {} coins.
+{} coins are added.
+{} coins are taken out.
+Then the coins become {} times as many.
+How many coins are in the box?
+
+Tom has {} apples.
+He buys {} more.
+He gives away {}.
+He trades and now has {} times as many.
+How many apples does Tom have?
+
+A bus carries {} people.
+{} people get on.
+{} people get off.
+At the station the number grows {} times.
+How many people are on the bus?
+
+Mia has saved {} dollars.
+She earns {} dollars.
+She spends {} dollars.
+A prize makes it {} times as much.
+How many dollars does Mia have?
+"""
+STORIES = [story.splitlines() for story in _STORIES.split("\n\n")]
 
 
 class Problem(NamedTuple):
@@ -176,20 +172,15 @@ def worked_solution(
 def _sample(level: int, rng: np.random.Generator) -> Problem:
     value = start = int(rng.integers(2, 100))
     steps = []
-    for _ in range(level):
-        operation, operand = _sample_step(value, rng)
-        steps.append((operation, operand))
-        value = apply(value, operation, operand)
-    ask = expression if rng.random() < 0.5 else story
-    return Problem(ask(start, steps, rng), str(value), None, start, tuple(steps))
-
-
-def _sample_step(value: int, rng: np.random.Generator) -> tuple[str, int]:
-    while True:
+    while len(steps) < level:
         operation = "+-*"[bisect.bisect_right(OPERATIONS_BELOW, rng.random())]
         operand = int(rng.integers(2, 10 if operation == "*" else 100))
-        if 0 <= apply(value, operation, operand) <= MAX_VALUE:
-            return operation, operand
+        result = apply(value, operation, operand)
+        if 0 <= result <= MAX_VALUE:
+            steps.append((operation, operand))
+            value = result
+    ask = expression if rng.random() < 0.5 else story
+    return Problem(ask(start, steps, rng), str(value), None, start, tuple(steps))
 
 
 def expression(start: int, steps, rng: np.random.Generator) -> str:

@@ -29,9 +29,9 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 MAX_WORKERS = 32
 MEMORY_BYTES = 1 << 30
@@ -128,10 +128,10 @@ class Pool(contextlib.AbstractContextManager):
                 worker.kill()
         self._threads.shutdown(cancel_futures=True)
 
-    def ask(self, requests: Iterable[bytes]) -> dict[bytes, Reply]:
-        """Has each request answered, equal ones once; RuntimeError behind the `with` block."""
-        requests = dict.fromkeys(requests)
-        return dict(zip(requests, self._threads.map(self._answered, requests), strict=True))
+    def ask(self, requests: Mapping[Any, bytes]) -> dict[Any, Reply]:
+        """Has each request answered, by its key; RuntimeError behind the `with` block."""
+        replies = self._threads.map(self._answered, requests.values())
+        return dict(zip(requests, replies, strict=True))
 
     def _answered(self, request: bytes) -> Reply:
         """Has a worker answer; runs in one of as many threads as there are workers."""

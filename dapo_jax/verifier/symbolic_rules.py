@@ -338,12 +338,9 @@ class SymbolicVerifier(isolated.Pool):
             math_rules.refuse(response, truth) or decide(find_answer(response), truth)
             for response, truth in zip(responses, ground_truths, strict=True)
         ]
-        requests = {it: json.dumps(it).encode() for it in decided if not isinstance(it, Verdict)}
-        replies = self.ask(requests.values())
-        return [
-            it if isinstance(it, Verdict) else verdict_of(replies[requests[it]], it[0])
-            for it in decided
-        ]
+        asked = {it: json.dumps(it).encode() for it in decided if not isinstance(it, Verdict)}
+        graded = {it: verdict_of(reply, it[0]) for it, reply in self.ask(asked).items()}
+        return [graded.get(it, it) for it in decided]
 
 
 def verdict_of(reply: isolated.Reply, answer: str) -> Verdict:
@@ -403,8 +400,7 @@ def _read(formula: str, cased: set[str]) -> list:
     formula = _DEGREES.sub(r"(\1\\cdot\\frac{\\pi}{180})", _AND.sub(", ", formula))
     for pattern, new in _SPELLED_OUT:
         formula = pattern.sub(new, formula)
-    if cased:
-        formula = _CAPITAL.sub(lambda it: _subscripted(it, cased), formula)
+    formula = _CAPITAL.sub(lambda it: _subscripted(it, cased), formula)
     formula = _REMAINDER.sub(lambda digits: str(int(digits[1]) % int(digits[2])), formula)
     formula = _DECIMAL.sub(
         lambda number: rf"\frac{{{number[1]}{number[2]}}}{{1{'0' * len(number[2])}}}", formula

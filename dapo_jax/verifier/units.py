@@ -72,10 +72,10 @@ _LETTER = r"[^\W\d_]"
 _DEGREE = r"(?:°|\^\\circ|\^\{\\circ\})"
 _GREEK = r"\\(?:mu|Omega|AA|circ)(?![a-z])"
 _EXPONENT = rf"\^-?\d|\^[{{(]-?\d[)}}]|{RAISED_DIGITS}"
-_NO_UNIT = re.compile(rf"{DOUBT}|\b(?:and|or)\b")
-# Letters that are factors, and words that make another number of the one before them.
-_PART = re.compile(
-    r"\{ *[a-zA-Z] *\}|\b(?:halves|thirds|quarters|\w+ths|factorial|pi|below|above|mod|modulo|base"
+_NO_UNIT = re.compile(
+    rf"{DOUBT}|\b(?:and|or)\b"
+    # Letters that are factors, and words that make another number of the one before them.
+    r"|\{ *[a-zA-Z] *\}|\b(?:halves|thirds|quarters|\w+ths|factorial|pi|below|above|mod|modulo|base"
     r"|minus|negative|onwards)\b"
 )
 _NO_ENDS = ("/", "*", "^", "-", "(", "{", "\\", r"\cdot", r"\times")
@@ -116,7 +116,6 @@ def split_unit(text: str, *, of_number: bool) -> tuple[str, str]:
         words, outside = _words(tail), _words(TEXT_GROUP.sub(" ", tail))
         if None in words or not words:  # words of a text group say what is counted
             fits = of_number and None not in outside and not _NO_UNIT.search(tail)
-            fits = fits and not _PART.search(tail)
         else:
             fits = of_number or ("°" not in words and len(tail.strip()) > 1)
         if fits:

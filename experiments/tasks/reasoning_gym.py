@@ -59,12 +59,9 @@ class ReasoningGym(Generated):
         """Grades what stands in answer tags at each response's end, by the generator's scorer."""
         answers = [tagged_answer(response, MAX_ANSWER_CHARS) for response in responses]
         generator = self.name, json.dumps(dict(self.config))
-        requests = {it: pickle.dumps((generator, example.extra, it)) for it in answers if it}
-        replies = _scorers().ask(requests.values())
-        return [
-            verdict_of(replies[requests[answer]], answer) if answer else _without(answer)
-            for answer in answers
-        ]
+        asked = {it: pickle.dumps((generator, example.extra, it)) for it in answers if it}
+        graded = {it: verdict_of(reply, it) for it, reply in _scorers().ask(asked).items()}
+        return [graded[it] if it else _without(it) for it in answers]
 
 
 def _generated(*request) -> list[dict]:
@@ -73,7 +70,7 @@ def _generated(*request) -> list[dict]:
     A resumed run would have others, and be refused.
     """
     with isolated.Pool(f"{__name__}:generator", 1, cpu_seconds=GENERATOR_SECONDS) as pool:
-        (reply,) = pool.ask([pickle.dumps(request)]).values()
+        (reply,) = pool.ask({request[0]: pickle.dumps(request)}).values()
     entries = pickle.loads(reply.answer) if reply.status == "done" else reply.status
     if isinstance(entries, str):
         raise DataError(f"reasoning-gym's {request[0]}: {entries}")
