@@ -179,6 +179,8 @@ def main(_):
 
 def typed() -> Iterator[str]:
     """Yields the lines that are typed, up to an empty one or the end of the input."""
+    if not sys.stdin:  # it was closed
+        return
     shown = "> " if sys.stdin.isatty() else ""
     with contextlib.suppress(EOFError):
         while line := input(shown).strip():

@@ -11,6 +11,7 @@ import threading
 
 import numpy as np
 import pytest
+from ml_collections import ConfigDict
 from processes import ran, wait_for
 from scipy import stats
 
@@ -110,7 +111,7 @@ def test_arms_are_named_and_span_the_grid():
     plan = _plan(
         named=["no_filter: algo.dynamic_sampling=False algo.eps_high=0.3", "as_is:"],
         grid=["rollout.max_response_tokens=60,80"],
-        common={"num_steps": 7, "mesh.cpu_devices": 2},
+        common={"num_steps": 7, "mesh.cpu_devices": 2, "data.train.args": ConfigDict({"a": 1.0})},
         start="run:base/{seed}@60",
     )
     assert next(iter(plan.arms)) == "no_filter+max_response_tokens=60" and len(plan.arms) == 4
@@ -119,7 +120,8 @@ def test_arms_are_named_and_span_the_grid():
     assert "--start=run:base/1@60" in point.arguments
     (own,) = [argument for argument in point.arguments if "cpu_devices" in argument]
     assert own.endswith("=2"), "the flags' own counts"
-    assert plan.configs["as_is+max_response_tokens=80"].algo.dynamic_sampling
+    as_is = plan.configs["as_is+max_response_tokens=80"]
+    assert as_is.algo.dynamic_sampling and as_is.data.train.args.to_dict() == {"a": 1.0}
     names = [list(_plan(config=f"configs/tiny.py{preset}").arms) for preset in ("", ":dapo")]
     assert names == [["tiny"], ["dapo"]]
     # A value with commas is quoted for --arm; one with a path names a folder nevertheless.

@@ -60,7 +60,8 @@ class Plan:
         """Returns --config and --config.KEY=V of all settings, those of an arm or a run too."""
         settings = {**self.settings, **own}
         preset = f":{settings.pop(PRESET)}" if PRESET in settings else ""
-        keys = [f"--config.{key}={value}" for key, value in settings.items()]
+        plain = {k: v.to_dict() if isinstance(v, ConfigDict) else v for k, v in settings.items()}
+        keys = [f"--config.{key}={value}" for key, value in plain.items()]
         return [f"--config={self.config}{preset}", *keys]
 
     def points(self, folder: pathlib.Path, *, single_device: bool = False) -> list[Point]:

@@ -224,6 +224,10 @@ def _accepted(method: Callable, columns: Mapping) -> dict:
     return {it.name: columns[it.name] for it in parameters if it.name in columns}
 
 
+async def _awaited(value: Any) -> Any:
+    return await value
+
+
 def started(call: Callable) -> concurrent.futures.Future:
     """Begins a call, maybe an async one, in a thread of its own that no program waits for."""
     found: concurrent.futures.Future = concurrent.futures.Future()
@@ -231,7 +235,7 @@ def started(call: Callable) -> concurrent.futures.Future:
     def run():
         try:
             value = call()
-            found.set_result(asyncio.run(value) if inspect.iscoroutine(value) else value)
+            found.set_result(asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value)
         except Exception as error:
             found.set_exception(error)
         except BaseException as error:  # of exit(), which a tool that runs code may be given
