@@ -49,5 +49,5 @@ def test_all_kinds_of_rows_work_in_small(capsys):
     found = rows("gpu", "rates|agree, rows|ours, .* 3 segm|agree, a step|update|decode|step")
     assert float(found["| agree, a step"].split("ratio gap ")[1].split(";")[0]) < 1e-5
     assert "has the same bits" in found["| agree, a step"]
-    assert "predicted: prefill" in found["| step, tiny"]
+    assert ", prefill " in found["| step, tiny"]
     assert "floor" in found["| decode, tiny, 64 tokens"]
