@@ -60,7 +60,7 @@ class Programs:
     start_weights: dict | None
 
     def lower_learner(self, row_tokens: int) -> dict[str, jax.stages.Lowered]:
-        """What takes batches with rows of one of the config's lengths, ready to compile.
+        """Lowers what takes batches with rows of one of the config's lengths.
 
         "old_logprobs", where the loss takes the learner's own, and "update".
         """
