@@ -236,8 +236,12 @@ def test_a_sample_stays_where_the_other_shard_has_too_few_pages(prompt_pages, mo
     assert script.finished == script.tokens
 
 
-def test_a_sample_that_begins_anew_takes_the_pages_of_those_that_wait():
-    """Some were free, but too few for a long answer, and nothing went on."""
+@pytest.mark.parametrize("both", [False, True])
+def test_a_sample_that_begins_anew_takes_the_pages_of_those_that_wait(both):
+    """Some were free, but too few for a long answer, and nothing went on.
+
+    both: the other has an answer too, and would fit; but the older one enters first.
+    """
     cache = dataclasses.replace(CACHE, slots=2, pages=6, max_response_tokens=40, turns=True)
     scheduler = Scheduler(cache, 1)
     scheduler.submit(0, 9, [40, 40], parks=True)
@@ -248,6 +252,8 @@ def test_a_sample_that_begins_anew_takes_the_pages_of_those_that_wait():
         scheduler.complete(np.minimum(left_N, 4), left_N <= 4)
     assert not scheduler.next_block().sample_N.size
     scheduler.resume(0, 0, first_tokens=24)  # 4 pages of 8 tokens with what comes next; 3 are free
+    if both:
+        scheduler.resume(0, 1)
     plan = scheduler.next_block()
     assert (plan.sample_N.tolist(), plan.sampled_N.tolist()) == ([0], [24])
     ((names, pages),) = plan.recomputes
