@@ -257,4 +257,5 @@ def test_a_sample_that_begins_anew_takes_the_pages_of_those_that_wait(both):
     plan = scheduler.next_block()
     assert (plan.sample_N.tolist(), plan.sampled_N.tolist()) == ([0], [24])
     ((names, pages),) = plan.recomputes
-    assert ([*names.values()], np.count_nonzero(pages)) == ([(0, 0)], 3)
+    found = [(group, held.sample) for group, held in names.values()]
+    assert (found, np.count_nonzero(pages)) == ([(0, 0)], 3)

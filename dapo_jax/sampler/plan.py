@@ -53,19 +53,19 @@ class Held(NamedTuple):
 class Prefill(NamedTuple):
     """One prefill call, of R rows on all shards together, equally many on each.
 
-    names: of each row that is used the group, and the sample whose partial response is in it, None
-    where the prompt is. page_RI: the pages that the row is written to; I is the bucket.
+    names: of each row that is used the group, and what the sample holds whose partial response is
+    in it, None where the prompt is. page_RI: the pages that the row is written to; I is the bucket.
     """
 
-    names: dict[int, tuple[int, int | None]]
+    names: dict[int, tuple[int, Held | None]]
     page_RI: np.ndarray
 
 
 def prefill_calls(
-    taken: Mapping[int, Sequence[Sequence[tuple[int, int | None, np.ndarray]]]],
+    taken: Mapping[int, Sequence[Sequence[tuple[int, Held | None, np.ndarray]]]],
     buckets: Mapping[int, int],
 ) -> list[Prefill]:
-    """Makes the calls for what each shard has taken: {bucket: (group, sample, pages) of shards}."""
+    """Makes the calls for what each shard has taken: {bucket: (group, held, pages) of shards}."""
     calls = []
     for bucket, taken_D in taken.items():
         R = buckets[bucket]
@@ -73,8 +73,8 @@ def prefill_calls(
             call = Prefill({}, np.full((len(taken_D) * R, bucket), NULL_PAGE, np.int32))
             for d, of_shard in enumerate(taken_D):
                 rows = of_shard[first : first + R]
-                for r, (group, sample, pages) in enumerate(rows, start=d * R):
-                    call.names[r] = group, sample
+                for r, (group, held, pages) in enumerate(rows, start=d * R):
+                    call.names[r] = group, held
                     call.page_RI[r, : len(pages)] = pages
             calls.append(call)
     return calls

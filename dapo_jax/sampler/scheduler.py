@@ -379,7 +379,7 @@ class Scheduler:
             bucket = next(it for it in buckets if it * self.cache.page_tokens >= fed)
             pages = it.pages[: -(-it.tokens // self.cache.page_tokens)]
             taken_D = taken.setdefault(bucket, [[] for _ in range(self.shards)])
-            taken_D[d].append((it.prefix.group, it.sample, pages))
+            taken_D[d].append((it.prefix.group, it, pages))
         return prefill_calls(taken, buckets)
 
     def _rebalance(self, *, wait: bool) -> Moves:

@@ -295,12 +295,11 @@ class Session:
         if not plan.recomputes:
             return
         C = self._engine.cache.page_tokens
-        held = self._scheduler.occupied
         for names, page_RI in plan.recomputes:
             tokens_RT = np.zeros((len(page_RI), page_RI.shape[1] * C), np.int32)
             tokens_R, begin_R = np.zeros((2, len(page_RI)), np.int32)
-            for r, name in names.items():
-                group, it = self._groups[name[0]], held[name]
+            for r, (number, it) in names.items():
+                group = self._groups[number]
                 response, of_prompt = group.responses[it.sample], len(group.prompt.token_ids) - 1
                 fed = np.append(group.prompt.token_ids, response.tokens_T[: it.tokens - 1])
                 tokens_RT[r, : len(fed)] = fed
