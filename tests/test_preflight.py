@@ -39,7 +39,7 @@ SMALL_SETTINGS = {
 
 
 def program(arguments, temporaries):
-    """What XLA says of a program's memory."""
+    """Stands for XLA's analysis of a program's memory."""
     sizes = {"argument_size_in_bytes": arguments, "temp_size_in_bytes": temporaries}
     return types.SimpleNamespace(**sizes)
 

@@ -180,7 +180,7 @@ def _sample(level: int, rng: np.random.Generator) -> Problem:
             steps.append((operation, operand))
             value = result
     ask = expression if rng.random() < 0.5 else story
-    return Problem(ask(start, steps, rng), str(value), None, start, tuple(steps))
+    return Problem(ask(start, steps, rng), str(value), start=start, steps=tuple(steps))
 
 
 def expression(start: int, steps, rng: np.random.Generator) -> str:

@@ -358,11 +358,8 @@ def update(work: Work, preset: str, row_tokens: int) -> str:
         learner__row_tokens=row_tokens,
         learner__micro_batch_rows=len(devices),
     )
-    program, state, rng = (
-        built.compile_learner()["update"],
-        built.start_state(),
-        np.random.default_rng(0),
-    )
+    program, state = built.compile_learner()["update"], built.start_state()
+    rng = np.random.default_rng(0)
     vocab, tokens = built.sizes.vocab_size, row_tokens - PROMPT + 1
     uniform_T = np.full(tokens, -np.log(vocab), np.float32)
 
