@@ -108,14 +108,13 @@ class Evaluation(Grading):
     """
 
     def __init__(self, session: Session, sets: Mapping[str, Dataset], first_stream: int):
-        self._session = session
-        self._sets = dict(enumerate(sets.items(), start=first_stream))
+        of_stream = dict(enumerate(sets.items(), start=first_stream))
+        self._session, self._sets = session, of_stream
         self._groups: list[Group] = []
         # Not through `self`: in a cycle the session, with its pages and the weights, would outlive
         # its last use until Python looks for cycles.
-        graders = {stream: dataset.grade for stream, (_, dataset) in self._sets.items()}
-        super().__init__(lambda group: graders[group.stream](group))
-        for stream, (_, dataset) in self._sets.items():
+        super().__init__(lambda group: of_stream[group.stream][1].grade(group))
+        for stream, (_, dataset) in of_stream.items():
             for cursor, prompt in enumerate(dataset.prompts):
                 session.submit(cursor, prompt, group_size=dataset.k, stream=stream)
 
@@ -127,7 +126,7 @@ class Evaluation(Grading):
         self,
         *,
         report: Callable[[str], None],
-        keep: Callable[[str, Sequence[Group]], None] = lambda name, groups: None,
+        keep: Callable[[str, Sequence[Group]], None],
     ) -> dict[str, dict[str, float]]:
         """Samples what is unfinished of the sets, and returns each set's scores.
 

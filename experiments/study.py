@@ -27,7 +27,7 @@ from configs.base import KEYS
 from dapo_jax.logs.files import write_file
 from dapo_jax.logs.metrics import METRICS, TASK, Metric, score_metric
 from dapo_jax.report import compare, plots, statistics
-from dapo_jax.report.compare import Quantity, numbers, values
+from dapo_jax.report.compare import Quantity, numbers
 from dapo_jax.report.rows import read_rows_file, write_rows
 from dapo_jax.report.runs import Run, by_arm, commit_text, flatten, sweep_label
 from dapo_jax.sweep import plan as plans
@@ -187,7 +187,7 @@ def _means(
     names = {quantity.name for quantity in study.quantities}
     given = [quantity for quantity in compare.WORK if quantity.name not in names]
     rows = [
-        [q.name, *(compare.spread_text(q, values(q, of_seed)) for of_seed in arms.values())]
+        [q.name, *(compare.spread_text(q, of_seed) for of_seed in arms.values())]
         for q in (*study.quantities, *compare.known(given, runs))
     ]
     alike = [f"{name} {one}" for name, one, *more in rows if more and set(more) == {one}]
@@ -210,7 +210,7 @@ def said_once(rows: Sequence[Sequence[str]]) -> list[list[str]]:
 
 def _p(claim: Claim, arms: Mapping[str, Mapping[int, Run]], seeds: int) -> float:
     """The p-value by the scatter of the arms that have all seeds; NaN if its own do not."""
-    found = {arm: numbers(values(claim.quantity, of_arm)) for arm, of_arm in arms.items()}
+    found = {arm: numbers(claim.quantity, of_arm) for arm, of_arm in arms.items()}
     whole = [arm for arm, numbers_S in found.items() if len(numbers_S) == seeds]
     if not {claim.arm, claim.than} <= set(whole):
         return math.nan
@@ -223,8 +223,7 @@ def _judged(claim: Claim, p: float, words, arms: Mapping[str, Mapping[int, Run]]
 
     p: corrected; NaN while a seed is missing. words: for either verdict.
     """
-    ours, theirs = (values(claim.quantity, arms.get(a, {})) for a in (claim.arm, claim.than))
-    _, found = compare.paired(ours, theirs)
+    _, found = compare.paired(claim.quantity, *(arms.get(a, {}) for a in (claim.arm, claim.than)))
     verdict = "incomplete" if math.isnan(p) else "not significant"
     if p < ALPHA and found.excludes_zero:
         verdict = words[found.difference * claim.sign < 0]
@@ -297,14 +296,11 @@ def look_into(
         of_arm[row["arm"]][row["seed"]] = row
 
     def difference(quantity: Quantity, *pair: str) -> str:
-        shared, found = compare.paired(*(values(quantity, of_arm[arm]) for arm in pair))
+        shared, found = compare.paired(quantity, *(of_arm[arm] for arm in pair))
         bounds = compare.interval_text(quantity, found)
         return f"{compare.signed(quantity, found.difference)} {bounds}" if shared else "-"
 
-    means = [
-        [arm, *(compare.spread_text(it, values(it, of_arm[arm])) for it in quantities)]
-        for arm in arms
-    ]
+    means = [[arm, *(compare.spread_text(it, of_arm[arm]) for it in quantities)] for arm in arms]
     differences = [
         [" - ".join(pair), *(difference(it, *pair) for it in quantities)] for pair in compared
     ]

@@ -200,8 +200,8 @@ unused_tokens dapo_jax/logs/metrics.py rollout
 - 1 - s.rollouts.kept_tokens / max(s.spent_tokens, 1)
 + 1 - s.rollouts.kept_tokens / max(s.stats.sampled_tokens, 1)
 seeds_unpaired dapo_jax/report/compare.py report sweep
-- [theirs[s] for s in shared])
-+ [theirs[s] for s in reversed(shared)])
+- [b for _, b in pairs])
++ [b for _, b in reversed(pairs)])
 turn_without_answer dapo_jax/sampler/session.py episodes::test_an_episode_goes_on_in_other_sessions_as_if_it_had_never_stopped
 - & (given_NS == 0) | is_end_NS
 + & (given_NS == 0)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from dapo_jax.logs.metrics import TASK
 from dapo_jax.report import statistics
-from dapo_jax.report.runs import Run, by_arm, column, complete
+from dapo_jax.report.runs import Run, by_arm, column, complete, mean_scores
 
 TOKENS = "sampled_tokens_total"  # of a row
 METHOD = f"""\
@@ -89,12 +90,8 @@ TRAINING = (
 
 def quantities(runs: Mapping[str, Run]) -> list[Quantity]:
     """Lists the compared quantities that some run has: mean@k, TRAINING, the task's measures."""
-    scores = dict.fromkeys(
-        key
-        for run in runs.values()
-        for key in run.evaluations
-        if key[1].startswith("mean@") and " " not in key[0]  # no settings: not of `evaluate`
-    )
+    # A set's name with settings is of `evaluate`.
+    scores = [key for key in mean_scores(runs).values() if " " not in key[0]]
     keys = dict.fromkeys(key for run in runs.values() for row in run.rows for key in row)
     of_task = [
         last(f"{key.removeprefix(TASK).replace('_', ' ')}, the task's own", key, form="{:.4g}")
@@ -109,26 +106,21 @@ def known(quantities: Sequence[Quantity], runs: Mapping[str, Run]) -> list[Quant
     return [q for q in quantities if any(not math.isnan(q.value(run)) for run in runs.values())]
 
 
-def values(quantity: Quantity, of_seed: Mapping[int, Run]) -> dict[int, float]:
-    """Seed -> the quantity of its run."""
-    return {seed: quantity.value(run) for seed, run in of_seed.items()}
-
-
-def numbers(by_seed: Mapping[int, float]) -> np.ndarray:
-    """The values that are not NaN."""
-    found = np.array(list(by_seed.values()), np.float64)
+def numbers(quantity: Quantity, of_seed: Mapping[int, Run]) -> np.ndarray:
+    """The quantity of each seed's run, where it is not NaN."""
+    found = np.array([quantity.value(run) for run in of_seed.values()], np.float64)
     return found[~np.isnan(found)]
 
 
-def spread_text(quantity: Quantity, by_seed: Mapping[int, float]) -> str:
+def spread_text(quantity: Quantity, of_seed: Mapping[int, Run]) -> str:
     """Mean ± standard deviation over the seeds; with their number where some have no value."""
-    found = numbers(by_seed)
+    found = numbers(quantity, of_seed)
     if not len(found):
         return "-"
     text = quantity.form.format(found.mean())
     if len(found) > 1:
         text += f" ± {quantity.form.format(found.std(ddof=1))}"
-    return text if len(found) == len(by_seed) else f"{text} (of {len(found)})"
+    return text if len(found) == len(of_seed) else f"{text} (of {len(found)})"
 
 
 def signed(quantity: Quantity, value: float) -> str:
@@ -144,12 +136,12 @@ def interval_text(quantity: Quantity, interval: statistics.Interval) -> str:
 
 
 def paired(
-    ours: Mapping[int, float], theirs: Mapping[int, float]
+    quantity: Quantity, ours: Mapping[int, Run], theirs: Mapping[int, Run]
 ) -> tuple[int, statistics.Interval]:
-    """Returns (the number of seeds that both have, the interval of ours - theirs on them)."""
-    shared = [s for s in ours if s in theirs and not math.isnan(ours[s] + theirs[s])]
-    found = statistics.paired_interval([ours[s] for s in shared], [theirs[s] for s in shared])
-    return len(shared), found
+    """Returns (the number of seeds on which both have it, the interval of ours - theirs there)."""
+    pairs = [(quantity.value(ours[s]), quantity.value(theirs[s])) for s in ours if s in theirs]
+    pairs = [pair for pair in pairs if not math.isnan(sum(pair))]
+    return len(pairs), statistics.paired_interval([a for a, _ in pairs], [b for _, b in pairs])
 
 
 Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # title, heads, rows
@@ -174,24 +166,21 @@ def tables(runs: Mapping[str, Run], *, baseline: str = "") -> tuple[list[Table],
             arm,
             ", ".join(map(str, sorted({run.finished_steps for run in of_seed.values()}))),
             str(len(of_seed)),
-            *(spread_text(q, values(q, of_seed)) for q in compared),
+            *(spread_text(quantity, of_seed) for quantity in compared),
         ]
         for arm, of_seed in arms.items()
     ]
     heads = ["arm", "steps", "seeds", *(quantity.name for quantity in compared)]
     found: list[Table] = [("Mean ± standard deviation over seeds", heads, means)]
-    differences = []
-    for quantity in compared:
-        of_arm = {arm: values(quantity, of_seed) for arm, of_seed in arms.items()}
-        theirs = of_arm.pop(baseline, {})
-        for arm, ours in of_arm.items():
-            pairs, interval = paired(ours, theirs)
-            text = interval_text(quantity, interval) + " *" * interval.excludes_zero
-            if interval.low == interval.high == 0:
-                text = "equal on each seed"
-            difference = signed(quantity, interval.difference)
-            if pairs:
-                differences.append([quantity.name, arm, str(pairs), difference, text])
+    theirs, differences = arms.pop(baseline, {}), []
+    for quantity, (arm, ours) in itertools.product(compared, arms.items()):
+        pairs, interval = paired(quantity, ours, theirs)
+        text = interval_text(quantity, interval) + " *" * interval.excludes_zero
+        if interval.low == interval.high == 0:
+            text = "equal on each seed"
+        difference = signed(quantity, interval.difference)
+        if pairs:
+            differences.append([quantity.name, arm, str(pairs), difference, text])
     if differences:
         heads = ["quantity", "arm", "pairs", "difference", "paired 95 %"]
         found.append((f"Differences from {baseline} on the same seed", heads, differences))

@@ -19,14 +19,13 @@ from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
 
 from dapo_jax.logs.metrics import METRICS, TASK
 from dapo_jax.printable import shortened
-from dapo_jax.report.runs import Run, by_arm, points, tokens_before
+from dapo_jax.report.runs import Key, Run, by_arm, mean_scores, points, tokens_before
 from dapo_jax.report.statistics import nan_mean
 
 ACCURACY = "accuracy/mean"  # shares a panel with the evaluations
 COLUMNS = 3  # panels beside each other
 PANEL_INCHES = 4.5
 LABEL = 48  # characters of a name in a legend
-Key = str | tuple[str, str]  # of a run's rows, or of its evaluations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +35,6 @@ class Panel:
     title: str
     unit: str
     curves: dict[str, Key]
-
-
-def mean_scores(runs: Mapping[str, Run]) -> dict[str, Key]:
-    """The mean@k of the runs' evaluation sets, in order of first appearance."""
-    pairs = (pair for run in runs.values() for pair in run.evaluations)
-    return {" ".join(pair): pair for pair in pairs if pair[1].startswith("mean@")}
 
 
 def panels(runs: Mapping[str, Run]) -> list[Panel]:

@@ -15,6 +15,7 @@ from dapo_jax.logs.files import read_json, read_rows, read_starts
 from dapo_jax.logs.metrics import METRICS, TASK, score_metric
 
 AVERAGED_STEPS = 10  # first and last values of noisy rows are means over at most so many steps
+Key = str | tuple[str, str]  # of a run's rows, or of its evaluations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,12 +118,18 @@ def complete(runs: Mapping[str, Run]) -> tuple[dict[str, Run], list[str]]:
     return {label: runs[label] for label in runs if label not in short}, list(short.values())
 
 
+def mean_scores(runs: Mapping[str, Run]) -> dict[str, Key]:
+    """The mean@k of the runs' evaluation sets, in order of first appearance."""
+    pairs = (pair for run in runs.values() for pair in run.evaluations)
+    return {" ".join(pair): pair for pair in pairs if pair[1].startswith("mean@")}
+
+
 def column(rows: Sequence[Mapping], key: str) -> np.ndarray:
     """The rows' values of a key, [rows] float64, NaN where missing."""
     return np.array([row.get(key) for row in rows], dtype=np.float64)  # of None makes NaN
 
 
-def points(run: Run, key: str | tuple[str, str]) -> Mapping[int, float | None]:
+def points(run: Run, key: Key) -> Mapping[int, float | None]:
     """Finished steps -> value of a key of the rows, or of a pair of the evaluations."""
     if isinstance(key, tuple):
         return run.evaluations.get(key, {})

@@ -114,24 +114,25 @@ def make(
 def _arms(config: str, grid: Sequence[str], named: Sequence[str]) -> dict[str, dict[str, str]]:
     """Combines every named arm with every point of the grid, or names the config alone."""
     file, _, preset = config.partition(":")
-    axes = [(key, values.split(",")) for key, _, values in (text.partition("=") for text in grid)]
+    keys = (text.partition("=") for text in grid)
+    axes = [[(key, value) for value in values.split(",")] for key, _, values in keys]
     arms: dict[str, dict[str, str]] = {}
-    for name, settings in [_named_arm(text) for text in named] or [("", {})]:
-        for values in itertools.product(*(values for _, values in axes)):
-            chosen, parts = dict(settings), [name] * bool(name)
-            for (key, _), value in zip(axes, values, strict=True):
-                if key in chosen:
-                    raise ValueError(f"--set and --arm have {key} twice")
-                chosen[key] = value
-                short = "" if key == PRESET else f"{key.rpartition('.')[2]}="
-                parts.append(short + re.sub("[^A-Za-z0-9_.+=-]+", "_", value).strip("_"))
-            arm = "+".join(parts) or preset or pathlib.Path(file).stem
-            if not NAME.fullmatch(arm) or arm in arms:
-                raise ValueError(
-                    f"{arm!r} cannot name an arm's folder, or two arms are called so: give letters,"
-                    ' digits and _.=+- by --arm="NAME: KEY=V KEY=V"'
-                )
-            arms[arm] = chosen
+    of_name = [_named_arm(text) for text in named] or [("", {})]
+    for (name, settings), *values in itertools.product(of_name, *axes):
+        chosen, parts = dict(settings), [name] * bool(name)
+        for key, value in values:
+            if key in chosen:
+                raise ValueError(f"--set and --arm have {key} twice")
+            chosen[key] = value
+            short = "" if key == PRESET else f"{key.rpartition('.')[2]}="
+            parts.append(short + re.sub("[^A-Za-z0-9_.+=-]+", "_", value).strip("_"))
+        arm = "+".join(parts) or preset or pathlib.Path(file).stem
+        if not NAME.fullmatch(arm) or arm in arms:
+            raise ValueError(
+                f"{arm!r} cannot name an arm's folder, or two arms are called so: give letters,"
+                ' digits and _.=+- by --arm="NAME: KEY=V KEY=V"'
+            )
+        arms[arm] = chosen
     return arms
 
 
