@@ -28,10 +28,8 @@ COMPILER_ENVIRONMENT = {
 def topology_devices(topology: str, *, slices: int):
     """Returns a topology's devices, which need not be there; ValueError where none is known."""
     jax.config.update("jax_platforms", "cpu")
-    if LIBTPU.exists():
-        os.environ.setdefault("TPU_LIBRARY_PATH", str(LIBTPU))
-    for name, value in COMPILER_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    place = {"TPU_LIBRARY_PATH": str(LIBTPU)} if LIBTPU.exists() else {}
+    os.environ.update(place | COMPILER_ENVIRONMENT | os.environ)  # what is set stays
     chip = chip_of(topology)
     try:
         return topologies.get_topology_desc(
