@@ -4,18 +4,9 @@ import importlib.util
 import pathlib
 import sys
 
-
-def _hidden() -> str:
-    """Says which of the packages beside this one another folder's hides; "" where none does."""
-    root = pathlib.Path(__file__).resolve().parents[1]
-    for name in ("configs", "models", "sharding"):
-        if (spec := importlib.util.find_spec(name)) is None:
-            continue  # its import will say so
-        found = pathlib.Path(spec.origin or next(iter(spec.submodule_search_locations)))
-        if not found.resolve().is_relative_to(root / name):
-            return f"{found} hides {root / name}: rename it, or give the command in another folder"
-    return ""
-
-
-if message := _hidden():
-    sys.exit(f"error: {message}")
+_ROOT = pathlib.Path(__file__).resolve().parents[1]
+for _name in ("configs", "models", "sharding"):  # another folder may have one too
+    _file = getattr(importlib.util.find_spec(_name), "origin", None) or __file__
+    if _ROOT not in pathlib.Path(_file).resolve().parents:
+        _to_do = "rename it, or give the command in another folder"
+        sys.exit(f"error: {_file} hides {_ROOT / _name}: {_to_do}")

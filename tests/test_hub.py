@@ -129,7 +129,7 @@ def test_offline_the_cache_is_enough_and_what_it_lacks_is_said(served, monkeypat
     assert failures.explain(refused.value)[1] == 1 and not served.asked
 
 
-def test_a_dry_run_reads_all_by_name_and_the_fingerprint_has_the_commits(served, tmp_path, capsys):
+def test_a_dry_run_reads_all_by_name_and_the_commits_are_known(served, tmp_path, capsys):
     config = small(**{"model.path": "someone/tiny"})
     for of_set, path in ((config.data.train, TRAIN), (config.eval.sets.arithmetic, HELD_OUT)):
         of_set.kind, of_set.path = "jsonl", path
@@ -140,7 +140,7 @@ def test_a_dry_run_reads_all_by_name_and_the_fingerprint_has_the_commits(served,
     ours = fingerprint.of_run(config, data)
     assert ours["recipe"]["model"]["path"] == "someone/tiny"
     tiny, sums = (commit for repo in served.repos.values() for commit in repo if commit != "main")
-    assert ours["hub"] == {TRAIN: sums, HELD_OUT: sums, "someone/tiny": tiny}
+    assert hub.record()["hub"] == {TRAIN: sums, HELD_OUT: sums, "someone/tiny": tiny}
     assert set(ours["files"]["model.path"]) == set(MODEL)
     of_set = settings_of(config, of_model=True)["arithmetic"]  # of an evaluation's results
-    assert (of_set["model"], of_set["hub"]) == ("someone/tiny", ours["hub"])
+    assert (of_set["model"], of_set["hub"]) == ("someone/tiny", hub.record()["hub"])

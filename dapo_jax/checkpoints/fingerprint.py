@@ -98,7 +98,6 @@ def of_run(config: ConfigDict, data, parent=None) -> dict:
         },
         "files": _of_small_files(config),
         "modules": of_code(config),
-        **hub.record(),
     }
     weights = _weight_files(config)
     files = own["files"].get("model.path", {})
@@ -299,10 +298,6 @@ def require_same(theirs: dict, ours: dict, where: str, report: Callable[[str], N
     code = list(_file_differences(theirs.get("modules", {}), ours["modules"]))
     edited = [text for text in code if not text.startswith(MAY_CHANGE)]
     if found or edited:
-        here = ours.get("hub", {})
-        for name, commit in theirs.get("hub", {}).items():
-            if name in here and here[name] != commit:
-                where += f" ({name} was at commit {commit}, which @ can name)"
         fork = "; with --start=run:WORKDIR@STEP that is a fork, which goes on with the edited code"
         raise ValueError(
             f"{where} is of another run: {listed(found + edited)}. Give what it had to resume it, "

@@ -33,10 +33,7 @@ def topology_devices(topology: str, *, slices: int):
     chip = chip_of(topology)
     try:
         return topologies.get_topology_desc(
-            platform="tpu",
-            topology_name=topology,
-            num_slices=slices,
-            **dict(chip.description),
+            platform="tpu", topology_name=topology, num_slices=slices, **dict(chip.description)
         ).devices
     except Exception as error:  # of several kinds, all from the compiler
         hint = "" if LIBTPU.exists() else "; `make preflight` installs the TPU's compiler"

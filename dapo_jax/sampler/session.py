@@ -75,11 +75,7 @@ class Session:
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        params,
-        *streams: Stream,
-        environments: Environments | None = None,
+        self, engine: Engine, params, *streams: Stream, environments: Environments | None = None
     ):
         """Compiles what is missing and makes empty pages.
 

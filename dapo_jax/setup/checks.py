@@ -1,34 +1,19 @@
 """Every refusal of a run's settings, each with the value, the limit and the key to change."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import jax
 from ml_collections import ConfigDict
 
 from configs.base import eval_settings, key_of, leaves, mixture_settings
 from dapo_jax.cli.config_flags import refuse
-from dapo_jax.process import failures
 from models.families import Family
 from models.lora import MATRICES
 from models.parameters import ModelConfig
 from sharding import rules
 
 Conditions = Iterator[tuple[bool, str]]  # each holds, or is refused in these words
-
-
-def together(*looks: Callable) -> list:
-    """Calls the functions, and returns their results; ValueError with what all of them refuse."""
-    results, refusals = [], []
-    for look in looks:
-        try:
-            results.append(look())
-        except (ValueError, OSError) as error:
-            if not failures.is_refusal(error):
-                raise
-            refusals.append(str(error))
-    refuse(list(dict.fromkeys(refusals)))
-    return results
 
 
 def check(config: ConfigDict) -> None:

@@ -121,14 +121,13 @@ def accept(config: ConfigDict, *unread: str, training: bool) -> None:
 
 def check(config: ConfigDict, *, training: bool = True) -> None:
     """Refuses a config that no run can have (ValueError), before anything is written."""
-    looks = [lambda: checks.check(config)]
+    checks.check(config)
     if training:
-        looks += [functools.partial(writers.find, name) for name in config.log.writers]
-        if ":" in config.algo.policy_loss:
-            looks.append(lambda: losses.policy_loss(config.algo.policy_loss))
+        for name in config.log.writers:
+            writers.find(name)
+        losses.policy_loss(config.algo.policy_loss)
     if config.model.family and pathlib.Path(config.model.path or "/nowhere").is_dir():
-        looks.append(lambda: components.model_sizes(config))
-    checks.together(*looks)
+        components.model_sizes(config)
 
 
 def plan(
@@ -146,9 +145,8 @@ def plan(
     """
     config, given = wish.copy_and_resolve_references(), dict(leaves(wish))
     auto_sizes.fit_model(config, training=training)
-    _, (tokenizer, data) = checks.together(
-        lambda: components.model_sizes(config), lambda: read(config)
-    )
+    components.model_sizes(config)  # what they refuse is known at once, data takes minutes
+    tokenizer, data = read(config)
     if training:
         auto_sizes.fit_data(config, data, given=given)
     fit(config, tokenizer, data)

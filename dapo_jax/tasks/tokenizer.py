@@ -233,11 +233,7 @@ def begun_answer(messages: Sequence[Message], tokenizer: Tokenizer) -> str:
 
 
 def load_tokenizer(
-    path: PathLike,
-    *,
-    stop_tokens: Sequence[str] | None,
-    chat: str,
-    **template,
+    path: PathLike, *, stop_tokens: Sequence[str] | None, chat: str, **template
 ) -> Tokenizer:
     """Reads a tokenizer from a Hugging Face directory or a sentencepiece model.
 
