@@ -103,11 +103,7 @@ CISPO = {"algo.policy_loss": "cispo", "algo.eps_low": 1.0, "algo.eps_high": 4.0}
 # The losses of other papers: what each one changes of a DAPO config. README.md has their index.
 LOSS_PRESETS = {
     # arXiv 2503.20783: section 3.2, Listing 1, Table 6
-    "dr_grpo": {
-        **PPO,
-        "algo.advantage_scale": "none",
-        "algo.loss_aggregation": "constant",
-    },
+    "dr_grpo": {**PPO, "algo.advantage_scale": "none", "algo.loss_aggregation": "constant"},
     # arXiv 2507.18071: Eq. 5 to 7, section 5.1
     "gspo": {
         "algo.ratio": "sequence",

@@ -38,12 +38,7 @@ EXPERTS = Qwen3MoeConfig(
 )
 # The tokenizer has fewer ids than the model has rows.
 SAMPLING = Sampling(
-    max_response_tokens=20,
-    temperature=0.7,
-    top_p=1.0,
-    top_k=0,
-    stop_ids=(3, 17, 40),
-    vocab_size=61,
+    max_response_tokens=20, temperature=0.7, top_p=1.0, top_k=0, stop_ids=(3, 17, 40), vocab_size=61
 )
 ROOMY = Cache(
     slots=7,

@@ -55,12 +55,7 @@ def ran(*arguments: object, status: int | None = 0, cwd=ROOT, **environment: str
 
 @contextlib.contextmanager
 def started(
-    arguments: list[str],
-    *,
-    program=(sys.executable,),
-    processes: int = 1,
-    outputs=(),
-    stdin=None,
+    arguments: list[str], *, program=(sys.executable,), processes: int = 1, outputs=(), stdin=None
 ) -> Iterator[list]:
     """Starts a program (Python) once, or as so many processes that join; kills what is left.
 

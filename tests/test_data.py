@@ -166,10 +166,7 @@ def test_a_file_of_another_format_is_never_skipped(lines):
 
 
 X = '"{x}",\n?'
-WILD = [
-    {"problem": "1+1?", "solution": {"value": 2.0}},
-    {"problem": X, "solution": {"value": 0.5}},
-]
+WILD = [{"problem": "1+1?", "solution": {"value": 2.0}}, {"problem": X, "solution": {"value": 0.5}}]
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "list.json", "lines.json", "a.csv"])

@@ -74,10 +74,7 @@ def test_rows_hold_the_longest_sequence_and_an_update_has_two_micro_batches_or_m
     assert config.to_dict() == chosen  # what is set stays
 
 
-@pytest.mark.parametrize(
-    ("preset", "lora_rank", "device_gib"),
-    [("0.5b", 0, 17), ("7b", 32, 34)],
-)
+@pytest.mark.parametrize(("preset", "lora_rank", "device_gib"), [("0.5b", 0, 17), ("7b", 32, 34)])
 def test_the_config_for_one_gpu_leaves_room_for_the_training_state(preset, lora_rank, device_gib):
     """Three quarters of 24 and of 48 GB."""
     config = one_gpu.get_config()

@@ -9,13 +9,7 @@ import numpy as np
 import pytest
 from quick import equations, jit
 
-from dapo_jax.logprobs import (
-    CHUNK_TOKENS,
-    Softmax,
-    chosen_logprobs,
-    head_loss,
-    head_loss_of_rows,
-)
+from dapo_jax.logprobs import CHUNK_TOKENS, Softmax, chosen_logprobs, head_loss, head_loss_of_rows
 from sharding.mesh import make_mesh
 
 B, D, V = 4, 8, 50

@@ -49,10 +49,7 @@ def test_rules_equal_the_reference_on_every_golden_row(
 
 # A response, the truth, and the verdict, by rules.
 PLACES = {
-    "strict_box": (
-        (r"\boxed{7}" + "y" * 91, "correct"),
-        (r"\boxed{7}" + "y" * 92, "no_answer"),
-    ),
+    "strict_box": ((r"\boxed{7}" + "y" * 91, "correct"), (r"\boxed{7}" + "y" * 92, "no_answer")),
     "strict": (
         ("Answer:\n\\[\n7\n\\]", "correct"),
         ("### Final Answer: 7\u2028Thanks.", "correct"),

@@ -12,10 +12,7 @@ STUDY = Study(
     title="Responses that go on in the next step, against steps that finish theirs",
     config="configs/forks.py",
     settings={"num_steps": "30", "eval.every_steps": "15"},
-    arms={
-        "off": "rollout.partial_rollout_steps=0",
-        "on": "rollout.partial_rollout_steps=2",
-    },
+    arms={"off": "rollout.partial_rollout_steps=0", "on": "rollout.partial_rollout_steps=2"},
     quantities=(
         STEPS,
         BUSY,

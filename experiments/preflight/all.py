@@ -27,10 +27,7 @@ CASES = (
     ("qwen2_5_7b", "v6e:4x4", 1, {"learner.micro_batch_rows": 4, "rollout.cache_mib": 14_336}),
     ("qwen2_5_14b", "v6e:8x8", 1, {}),
     ("qwen2_5_32b", "v5p:8x8x4", 1, {}),
-    (
-        *("qwen2_5_32b", "v6e:16x16", 1),
-        {"rollout.cache_mib": 12_288, "learner.remat": "full"},
-    ),
+    (*("qwen2_5_32b", "v6e:16x16", 1), {"rollout.cache_mib": 12_288, "learner.remat": "full"}),
     ("qwen3_8b", "v5e:8x8", 1, {}),
     ("gemma3_1b", "v5e:2x4", 1, {}),
     ("gemma3_4b", "v5e:2x4", 1, {}),

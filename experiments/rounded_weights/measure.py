@@ -32,10 +32,7 @@ SPLIT_RATE = 5e-6  # at which also one kind of weight alone has two terms
 # bfloat16's grid: there start weights of a model that is published so are; later they are not.
 ON, OFF = "on", "off"
 AS_IT_IS = "as it is"  # SmolLM2's file has 16 values in a block of 32 weights
-RATES = {
-    "135M": {OFF: FIVE, ON: (1e-6, 5e-6), AS_IT_IS: (5e-6,)},
-    "1M": {OFF: MORE, ON: MORE},
-}
+RATES = {"135M": {OFF: FIVE, ON: (1e-6, 5e-6), AS_IT_IS: (5e-6,)}, "1M": {OFF: MORE, ON: MORE}}
 CONFIGS = {"135M": smollm2_135m.get_config, "1M": tiny.get_config}
 EXPLICIT_BITS = {"bfloat16": 7, "float16": 10}  # of the significand
 KINDS = {  # of weights, by the first letters of their names

@@ -53,11 +53,7 @@ GROUPS = Quantity(f"accuracy at {BUDGET_GROUPS} informative groups, %", accuracy
 STUDY = Study(
     title="Table 1 in small",
     config="configs/forks.py",
-    settings={
-        "num_steps": "60",
-        "eval.every_steps": "30",
-        "eval.samples_per_prompt": "8",
-    },
+    settings={"num_steps": "60", "eval.every_steps": "30", "eval.samples_per_prompt": "8"},
     arms={preset: f"preset={preset}" for preset in TABLE_1},
     quantities=(
         ACCURACY,

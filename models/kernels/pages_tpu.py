@@ -22,10 +22,7 @@ def token_axes(page_tokens: int, head_size: int) -> tuple[int, int]:
     XLA stores a page the other way round where that alone fills the lanes.
     """
     C, H = page_tokens, head_size
-    return (
-        0 if C % LANES and H % LANES == 0 else 1,
-        1 if H % LANES and C % LANES == 0 else 0,
-    )
+    return (0 if C % LANES and H % LANES == 0 else 1, 1 if H % LANES and C % LANES == 0 else 0)
 
 
 def as_stored(k_PKHC, v_PKCH, axes: tuple[int, int]):
