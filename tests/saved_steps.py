@@ -49,9 +49,8 @@ def after(state: np.ndarray) -> np.ndarray:
 
 def last(phase: str, mesh) -> None:
     """Lasts as a phase of a step does, in every process or with one that the others wait for."""
-    numbers = jax.device_put(
-        np.ones((mesh.size, NUMBERS), np.float32), rules.rows(mesh)
-    )  # what each process adds to the sum
+    # What each process adds to the sum.
+    numbers = jax.device_put(np.ones((mesh.size, NUMBERS), np.float32), rules.rows(mesh))
     total = jax.jit(lambda numbers: numbers.sum(0))
     total(numbers).block_until_ready()
     if phase != "saving":
