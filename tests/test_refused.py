@@ -125,7 +125,7 @@ REFUSED = [
     (task, {"kind": "xlsx", "path": "x.csv"}, "= 'xlsx': must be one of dapo_parquet, .*arithmet"),
     (
         beginning,
-        {"model.preset": "0.5b", "rollout.max_response_tokens": 40_000},
+        {"model.preset": "0.5b", "rollout.max_response_tokens": 40_000, "learner.row_tokens": 0},
         r"32768 positions.*model\.preset",
     ),
     (writer, "wandb", "'wandb', but that package is not installed: pip install .wandb>=0.19,<1"),
