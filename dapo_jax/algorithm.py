@@ -45,18 +45,18 @@ def clamped_log_ratio(logp_RT: ArrayLike, other_logp_RT: ArrayLike) -> jax.Array
     return jnp.clip(jnp.subtract(logp_RT, other_logp_RT), -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def importance_ratio(logp_RT: ArrayLike, behavior_logp_RT: ArrayLike) -> jax.Array:
+def importance_ratio(logp_RT: ArrayLike, other_logp_RT: ArrayLike) -> jax.Array:
     """Computes each token's importance ratio `r = pi_theta / pi_behavior` (Eq. 8).
 
     Both arguments are log-probabilities [R, T] in nats of the sampled tokens; r lies in
     [e^-20, e^20].
     """
-    return jnp.exp(clamped_log_ratio(logp_RT, behavior_logp_RT))
+    return jnp.exp(clamped_log_ratio(logp_RT, other_logp_RT))
 
 
 def token_policy_loss(
     logp_RT: ArrayLike,
-    behavior_logp_RT: ArrayLike,
+    other_logp_RT: ArrayLike,
     advantage_RT: ArrayLike,
     *,
     eps_low: float,
@@ -69,14 +69,14 @@ def token_policy_loss(
     that a huge ratio cannot dominate the batch (dual clip, arXiv 1912.09729). The gradient is
     exactly zero where a bound holds, and that of the unclipped loss on the bound itself.
 
-    `logp_RT`, `behavior_logp_RT`: [R, T] in nats; `advantage_RT`: [R, T] or [R, 1]. `dual_clip`
+    `logp_RT`, `other_logp_RT`: [R, T] in nats; `advantage_RT`: [R, T] or [R, 1]. `dual_clip`
     is greater than 1; from e^20 = 4.9e8 on it never binds.
 
     Returns the loss to minimise, [R, T], and booleans [R, T] by the bound that holds it. high:
     A > 0 and r > 1 + eps_high. low: A < 0 and r < 1 - eps_low. dual: A < 0 and r > dual_clip. No
     token is in two of them. Padding is not masked out.
     """
-    ratio_RT = importance_ratio(logp_RT, behavior_logp_RT)
+    ratio_RT = importance_ratio(logp_RT, other_logp_RT)
     unclipped_RT = -advantage_RT * ratio_RT
     clipped_RT = -advantage_RT * jnp.clip(ratio_RT, 1.0 - eps_low, 1.0 + eps_high)
     # jnp.maximum splits the gradient of a tie, and r = 1 with eps = 0 is one: select instead.

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dapo_jax.process import hosts
-from dapo_jax.tasks.environments import TIMED_OUT, EnvironmentFailed, Episode, Factory, started
+from dapo_jax.tasks.environments import TIMED_OUT, EnvironmentFailed, Episode, Factory, in_thread
 from dapo_jax.tasks.tokenizer import Tokenizer
 from dapo_jax.types import Message, Prompt, Response, Verdict
 
@@ -70,13 +70,13 @@ class Environments:
         room: the tokens that the response may still have; one at least has to be sampled.
         """
         run = functools.partial(self._run, where, prompt, response, room)
-        self._asked[where] = started(run) if hosts.is_mine(where[0]) else None
+        self._asked[where] = in_thread(run) if hosts.is_mine(where[0]) else None
 
     def close(self, number: int | None = None) -> None:
         """Lets go of the episodes of a cancelled group; None: of all."""
         for where in list(self._episodes):  # their threads add and take some
             if number in (None, where[0]) and (episode := self._episodes.pop(where, None)):
-                started(episode.close)
+                in_thread(episode.close)
 
     def answers(
         self, due: Collection[Where] | None = None, *, wait: bool
@@ -122,7 +122,7 @@ class Environments:
             return self._next(where, episode, response, room)
         except EnvironmentFailed:
             if episode:
-                started(episode.close)
+                in_thread(episode.close)
             if attempts == 1:
                 raise
         return self._answered(where, prompt, response, room, attempts - 1)

@@ -115,9 +115,9 @@ def spread(w, key):
 
 
 def policy_weights(params, start_weights, learning: Learning):
-    """Makes all of the policy's weights, as the compute dtype rounds them.
+    """Makes all of the policy's weights: what is trained, in the compute dtype.
 
-    With LoRA the start's, and the adapted ones among them are float32 sums.
+    With LoRA the start's, of which the adapted ones are float32 sums.
     """
     if learning.lora is None:
         return optax.tree.cast(params, learning.compute_dtype)
@@ -149,7 +149,7 @@ def row_multiple(tokens: int) -> int:
     return ROW_MULTIPLE if tokens < LONG_ROW else LONG_ROW
 
 
-def num_micro(learning: Learning) -> int:
+def most_micro(learning: Learning) -> int:
     """Returns as many micro-batches as the responses of an update can ever need."""
     return -(-learning.update_responses // learning.micro_batch_rows)
 
@@ -181,7 +181,7 @@ def make_batch(groups: Sequence[Group], advantage_PG: np.ndarray, learning: Lear
         packed.is_high_cov_BT[:] = high_covariance(
             packed.behavior_logp_BT, packed.advantage_BT, packed.weight_BT > 0, share=s.kl_cov_share
         )
-    return into_micro_batches(packed, num_micro=num_micro(s), rows=s.micro_batch_rows)
+    return into_micro_batches(packed, most_micro=most_micro(s), rows=s.micro_batch_rows)
 
 
 def batch_shardings(batch: Batch, mesh) -> Batch:
@@ -211,7 +211,7 @@ def minibatches(
 
 def abstract_batch(learning: Learning, row_tokens: int, mesh) -> Batch:
     """Stands for a batch on the mesh, with rows of one length, where an update is lowered."""
-    shape = (num_micro(learning), learning.micro_batch_rows, row_tokens)
+    shape = (most_micro(learning), learning.micro_batch_rows, row_tokens)
     rows = {
         name: jax.ShapeDtypeStruct((*shape, *d.shape), d.base)
         for name, d in Batch.row_fields(learning.routes).items()
@@ -308,7 +308,7 @@ def micro_batch_loss(params, start_weights, micro: Batch, *, graph, mesh, learni
     return loss, metric_sums(micro, *found, indicators)
 
 
-def old_logprobs(params, start_weights, batch: Batch, *, graph, mesh, learning: Learning):
+def recompute_old_logp(params, start_weights, batch: Batch, *, graph, mesh, learning: Learning):
     """Computes the batch's old_logp [M, B, T]: of the policy before a step's first update.
 
     One forward pass a micro-batch. With algo.old_logprobs = "sampler" (GSPO's ratio, KL-Cov's
@@ -330,7 +330,7 @@ def old_logprobs(params, start_weights, batch: Batch, *, graph, mesh, learning: 
 
 
 def metric_sums(token: Batch, logp_BT, entropy_BT, indicators):
-    """Sums each metric over the response tokens, those of the loss included."""
+    """Sums each metric over the response tokens, the loss's indicators among them."""
     gap_BT = jnp.abs(importance_ratio(logp_BT, token.behavior_logp_BT) - 1.0)
     per_token = indicators | {
         "tokens": jnp.ones_like(logp_BT),

@@ -10,9 +10,9 @@ that take others. A custom loss is one more policy loss, which algo.policy_loss 
 "module:function" (on PYTHONPATH, or in the working directory): a function of (compared, logp,
 token, learning) that returns each token's loss, before its weight, and its indicators.
 learning.args has the constants that algo.args gives it. With algo.ratio = "token" it sees chunks of
-tokens, each by itself; with "sequence" whole rows [B, T], and so whole responses (`response_mean`),
-at the price of a second pass of the head. Axes as in dapo_jax.algorithm, and B packed rows
-(dapo_jax.packing).
+tokens, each by itself, and the fields named _BT are [C]; with "sequence" whole rows [B, T], and so
+whole responses (`response_mean`), at the price of a second pass of the head. Axes as in
+dapo_jax.algorithm, and B packed rows (dapo_jax.packing).
 """
 
 import jax

@@ -138,8 +138,8 @@ def plan_update(
     return min(((plan(row_tokens=n), n) for n in row_lengths), key=entries)
 
 
-def into_micro_batches(batch: Batch, *, num_micro: int, rows: int) -> Batch:
-    """Splits the rows of a [B, T] batch into `num_micro` micro-batches: [M, rows, T].
+def into_micro_batches(batch: Batch, *, most_micro: int, rows: int) -> Batch:
+    """Splits the rows of a [B, T] batch into `most_micro` micro-batches: [M, rows, T].
 
     Rows are sorted by attention's work, the most first, so that those of a micro-batch, which
     devices compute side by side, have about as much to do.
@@ -149,9 +149,9 @@ def into_micro_batches(batch: Batch, *, num_micro: int, rows: int) -> Batch:
     by_work = np.argsort(-keys_seen_B, kind="stable")
 
     def spread(array):
-        full = np.zeros((num_micro * rows, *array.shape[1:]), array.dtype)
+        full = np.zeros((most_micro * rows, *array.shape[1:]), array.dtype)
         full[:used] = array[by_work]
-        return full.reshape(num_micro, rows, *array.shape[1:])
+        return full.reshape(most_micro, rows, *array.shape[1:])
 
     fields = {name: spread(array) for name, array in vars(batch).items() if array is not None}
     return dataclasses.replace(batch, **fields, num_micro=np.int32(-(-used // rows)))

@@ -51,7 +51,7 @@ def collect(
     cursor: int,
     partial: Sequence[PartialGroup] = (),
     *,
-    expected_rate: float,
+    expected_share: float,
     report: Callable[[str], None],
     on_other_groups: Callable[[Sequence[Group]], None] = lambda finished: None,
 ) -> Rollouts:
@@ -63,13 +63,14 @@ def collect(
     of other streams, submitted before, are sampled in order, and stay unfinished when training has
     its groups.
 
-    partial: the groups of the step before that go on. expected_rate: the share of informative
-    groups before there are any. on_other_groups: takes other streams' finished groups.
+    partial: the groups of the step before that go on. expected_share: of informative groups,
+    `InOrder`'s prior and all that `AnyOrder` knows. on_other_groups: takes other streams' finished
+    groups.
     """
     keeps = plan.partial_rollout_steps > 0
     submit = functools.partial(session.submit, group_size=plan.group_size, keeps=keeps)
-    rate = expected_rate if plan.dynamic_sampling else 1.0
-    step = (AnyOrder if keeps else InOrder)(session, cursor, plan, partial, rate)
+    share = expected_share if plan.dynamic_sampling else 1.0
+    order = (AnyOrder if keeps else InOrder)(session, cursor, plan, partial, share)
     ended, under_way = [], set(session.unfinished)
     for it in partial:
         if not any(it.unfinished_G):
@@ -77,28 +78,28 @@ def collect(
         elif (TRAINING, it.cursor) not in under_way:
             submit(it.cursor, plan.prompt_at(it.cursor), partial=it)
     with Grading(plan.grade) as grading:
-        step.add([*grading.exchange(ended), *grading.exchange([])])
-        while not step.has_enough():
-            for place in step.prompts():
+        order.add([*grading.exchange(ended), *grading.exchange([])])
+        while not order.has_enough():
+            for place in order.prompts():
                 submit(place, plan.prompt_at(place))
-            found = f"{len(step.counting)} of {plan.num_prompts} groups"
-            report(f"rollout: {found}, {len(step.groups)} graded")
-            done = session.step(more=step.wants_more()) if session.unfinished else []
+            found = f"{len(order.counting)} of {plan.num_prompts} groups"
+            report(f"rollout: {found}, {len(order.groups)} graded")
+            done = session.step(more=order.wants_more()) if session.unfinished else []
             on_other_groups([group for group in done if group.stream != TRAINING])
-            step.add(grading.exchange([group for group in done if group.stream == TRAINING]))
+            order.add(grading.exchange([group for group in done if group.stream == TRAINING]))
         if keeps:
-            step.add(grading.exchange([]))
-    sampled, end, go_on = step.result()
+            order.add(grading.exchange([]))
+    sampled, end, go_on = order.result()
     success_PG = np.stack([plan.success(group) for group in sampled])
     # In prompt order, whichever was ready first: that favours no length.
     kept = np.flatnonzero([plan.counts(group) for group in sampled])[: plan.num_prompts]
-    requests, seconds = step.issued * plan.group_size, session.stats.seconds | grading.seconds
+    requests, seconds = order.issued * plan.group_size, session.stats.seconds | grading.seconds
     return Rollouts(
         sampled=sampled,
         kept=kept,
         informative=informative_groups(success_PG),
         cursor=end,
-        issued=len(sampled) if keeps else step.issued,
+        issued=len(sampled) if keeps else order.issued,
         stats=dataclasses.replace(session.stats, requests=requests, seconds=seconds),
         partial=go_on,
         continued_tokens=sum(it.tokens for it in partial),
@@ -113,15 +114,15 @@ class InOrder:
     fall idle, as many as the share of informative groups so far lets expect to be needed: that
     depends on groups of other streams, and which groups are kept does not.
 
-    expected_rate: the share that was expected. groups: the graded ones by cursor; they finish in
-    any order. counting: the cursors of those that count, ascending.
+    expected_share: as of `collect`. groups: the graded ones by cursor; they finish in any order.
+    counting: the cursors of those that count, ascending.
     """
 
     session: Session
     cursor: int
     plan: StepPlan
     partial: Sequence[PartialGroup]
-    expected_rate: float
+    expected_share: float
     issued: int = 0
     groups: dict[int, Group] = dataclasses.field(default_factory=dict)
     counting: list[int] = dataclasses.field(default_factory=list)
@@ -167,11 +168,11 @@ class InOrder:
         standard deviation fewer are expected of those under way.
         """
         plan, end, prior_groups = self.plan, self.graded_end, self.plan.num_prompts / 4
-        rate = bisect.bisect_left(self.counting, end) + self.expected_rate * prior_groups
-        rate /= end - self.cursor + prior_groups
+        share = bisect.bisect_left(self.counting, end) + self.expected_share * prior_groups
+        share /= end - self.cursor + prior_groups
         under_way = self.issued - len(self.groups)
-        spread = math.sqrt(under_way * rate * (1 - rate))
-        expected = len(self.counting) + under_way * rate - spread
+        spread = math.sqrt(under_way * share * (1 - share))
+        expected = len(self.counting) + under_way * share - spread
         return self.cursor + self.issued < self.end and expected < plan.num_prompts
 
     def result(self) -> tuple[list[Group], int, list[PartialGroup]]:
@@ -223,7 +224,7 @@ class AnyOrder(InOrder):
         """Returns whether prompts would be issued if there were idle slots."""
         plan = self.plan
         unknown = len(self.partial) + self.issued - len(self.groups)
-        expected = len(self.counting) + self.expected_rate * unknown
+        expected = len(self.counting) + self.expected_share * unknown
         most_groups = plan.num_prompts * (1 + plan.partial_rollout_steps)
         return self.issued < plan.max_prompts and expected < most_groups
 

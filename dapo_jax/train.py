@@ -59,7 +59,7 @@ def train(config, workdir: pathlib.Path, parent=None, profile: int | None = None
 
 
 def rl_step(run: start.Run, step: int, state: learner.TrainState, progress: Progress, session):
-    """Takes one RL step: (state, progress, session, the message to stop with or None).
+    """Takes one RL step: (state, progress, session, the message to stop with, if any).
 
     session: of the step before, whose partial rollouts keep their keys and values; else None.
     """
@@ -98,9 +98,9 @@ def sample(run: start.Run, step: int, state, progress: Progress, session, watch)
     else:
         session = run.session(weights, *run.streams)
     del weights
-    expected_rate = min(1.0, r.num_prompts / r.generation_prompts)
+    expected_share = min(1.0, r.num_prompts / r.generation_prompts)
     if last := progress.row:
-        expected_rate = last["groups/informative"] / last["groups/sampled"]
+        expected_share = last["groups/informative"] / last["groups/sampled"]
     cursor, partial = rollout.continued(run.step_plan, progress.cursor, progress.partial)
     sets = run.sets if run.evaluates_in(step) else {}
     with Evaluation(session, sets, first_stream=1) as evaluation:
@@ -110,7 +110,7 @@ def sample(run: start.Run, step: int, state, progress: Progress, session, watch)
                 run.step_plan,
                 cursor,
                 partial,
-                expected_rate=expected_rate,
+                expected_share=expected_share,
                 report=run.record.display.phase,
                 on_other_groups=evaluation.take,
             )
@@ -147,10 +147,10 @@ def update(run: start.Run, state: learner.TrainState, rollouts, advantage_PG, ra
     """(state, each update's metrics) after one pass over the kept groups."""
     programs, updates = run.programs, []
     batches = learner.minibatches(rollouts, advantage_PG, programs.learning, programs.mesh)
-    if run.old_logprobs:  # of all of them, before the first update
+    if run.recompute_old_logp:  # of all of them, before the first update
         policy = (state.params, run.start_weights)
         batches = [
-            dataclasses.replace(batch, old_logp_BT=run.old_logprobs(*policy, batch))
+            dataclasses.replace(batch, old_logp_BT=run.recompute_old_logp(*policy, batch))
             for batch in batches
         ]
     rate = hosts.place(rate, rules.replicated(programs.mesh))

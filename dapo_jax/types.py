@@ -1,7 +1,8 @@
 """The data types that modules pass to each other, from an example to a packed batch.
 
-Everything here lives on the host: NumPy and plain Python, no jax. Axis letters end a field's name:
-P prompts, G responses of one prompt, T tokens, M micro-batches, B packed rows.
+NumPy and plain Python, no jax; a `Batch` alone goes to the devices. Axis letters end a field's
+name: P prompts, G responses of one prompt, T tokens, M micro-batches, B packed rows, L layers, A
+experts of a token.
 """
 
 import dataclasses
@@ -128,7 +129,7 @@ TRAINING = 0  # of a session's streams the one that is trained on
 class Group:
     """One prompt and its G responses, by sample index; `cursor` is its place in the stream.
 
-    The properties are arrays [G]; correct_G and score_G need graded responses. stream: the
+    Properties named _G are arrays [G]; correct_G and score_G need graded responses. stream: the
     session's that it was sampled for.
     """
 
@@ -200,7 +201,7 @@ class RolloutStats:
     requests: int = 0
     prefilled_prompts: int = 0
     cache_use: float = 0.0  # the greatest share of pages taken
-    # The engine's: prefill, decode, host. verify: in the background; verify_wait: waiting for it.
+    # The engine's: prefill, decode, host, environment. verify: behind it; verify_wait: until then.
     seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def add_block(

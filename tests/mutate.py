@@ -29,8 +29,8 @@ dual_clip dapo_jax/algorithm.py algorithm losses
 - (advantage_RT < 0) & (bound_RT < loss_RT)
 + (advantage_RT < 0) & (bound_RT > loss_RT)
 ratio_upside_down dapo_jax/algorithm.py algorithm
-- jnp.exp(clamped_log_ratio(logp_RT, behavior_logp_RT))
-+ jnp.exp(clamped_log_ratio(behavior_logp_RT, logp_RT))
+- jnp.exp(clamped_log_ratio(logp_RT, other_logp_RT))
++ jnp.exp(clamped_log_ratio(other_logp_RT, logp_RT))
 mean_of_responses dapo_jax/algorithm.py algorithm
 - "token_mean": max(np.sum(mask_PGT), 1),
 + "token_mean": max(np.sum(tokens_PG1 > 0), 1),

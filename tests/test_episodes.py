@@ -38,7 +38,7 @@ from transformers import AutoTokenizer
 from dapo_jax import train
 from dapo_jax.checkpoints.progress import Progress
 from dapo_jax.episodes import End, Environments
-from dapo_jax.logs.files import read_rollouts
+from dapo_jax.logs.files import read_zipped_rows
 from dapo_jax.logs.record import rollout_rows, samples
 from dapo_jax.sampler import session as session_module
 from dapo_jax.sampler.session import LONG_ANSWER, Session, Stream
@@ -670,7 +670,7 @@ def test_episodes_go_on_in_the_next_step_and_resume_bitwise(tmp_path, monkeypatc
     assert rows[-1]["staleness/tokens_fraction"] > 0
     assert max(row["task/turns"] for row in rows) > 1
     assert max(row["task/environment_tokens"] for row in rows) > 0
-    for row in read_rollouts(tmp_path / "whole" / "rollouts" / "0.jsonl.gz"):
+    for row in read_zipped_rows(tmp_path / "whole" / "rollouts" / "0.jsonl.gz"):
         who, said = zip(*(turn.values() for turn in row["turns"]), strict=True)
         turns = int(row["measures"]["turns"])
         assert who == (*["assistant", "environment"] * (turns - 1), "assistant")

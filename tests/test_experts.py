@@ -225,7 +225,7 @@ def updates(folder, *, rotates=False, mesh=(1, 1), **algo):
             batch = hosts.place(batch, learner.batch_shardings(batch, built.mesh))
             start = built.load_start_weights()
             if algo.get("old_logprobs") == "learner":
-                old_logp = built.old_logprobs(built.start_params(), start, batch)
+                old_logp = built.recompute_old_logp(built.start_params(), start, batch)
                 batch = dataclasses.replace(batch, old_logp_BT=old_logp)
             found.append(built.update(built.start_state(), start, batch, 1e-3))
     on_host = [(jax.tree.map(np.asarray, s.params), jax.tree.map(float, m)) for s, m in found]

@@ -276,7 +276,7 @@ def test_old_logprobs_of_earlier_policies_tokens_are_as_chosen(params, data, by)
     learning = dataclasses.replace(LEARNING, old_logprobs=by)
     mesh = make_mesh(data=1, model=1, devices=jax.devices()[:1])
     how = {"graph": graph(), "mesh": mesh, "learning": learning}
-    old = jit(functools.partial(learner.old_logprobs, **how))
+    old = jit(functools.partial(learner.recompute_old_logp, **how))
     batch = batch_of(data)
     stale = dataclasses.replace(batch, is_on_policy_BT=np.zeros_like(batch.is_on_policy_BT))
     fresh_MBT, stale_MBT = (np.asarray(old(params, None, it)) for it in (batch, stale))

@@ -45,7 +45,7 @@ def test_rows_of_real_lengths_are_full():
 def test_micro_batches_keep_the_rows_and_fill_up_with_padding():
     groups = [group([1, 2], [3, i]) for i in range(5)]
     batch = packed(groups, row_tokens=3)
-    dealt = into_micro_batches(batch, num_micro=4, rows=2)
+    dealt = into_micro_batches(batch, most_micro=4, rows=2)
     assert dealt.num_micro == 3
     for name, dtype in Batch.row_fields().items():
         before, after = getattr(batch, name), getattr(dealt, name)

@@ -194,7 +194,7 @@ def test_float32_is_float32_and_a_gpu_adds_up_in_one_order(monkeypatch, platform
     batch = learner.abstract_batch(built.learning, 48, built.mesh)
     built.reshard.lower(*weights)
     built.lower_learner(48)
-    built.old_logprobs.lower(*weights, batch)
+    built.recompute_old_logp.lower(*weights, batch)
     assert {name for name, *_ in sampler} == {"prefill", "recompute", "decode"}
     assert len(made) == len(sampler) + 3
     for jaxpr, options in made:

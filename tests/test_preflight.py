@@ -58,7 +58,7 @@ def test_a_recipe_that_fits_its_slice(monkeypatch, request):
     found = examine.examine(recipe, "v5e:2x2", slices=None)
     assert found.headroom >= examine.WANTED_HEADROOM
     parameters = count_parameters(abstract_params(SMALL)[1])
-    needed = {"reshard", "prefill", "decode", "old_logprobs", "update"}
+    needed = {"reshard", "prefill", "decode", "old_logp", "update"}
     assert needed <= found.phases.keys()
     phase = found.phases["decode"]
     assert phase["state"] == pytest.approx(12 * parameters / found.chips, rel=0.01)
@@ -116,10 +116,10 @@ def test_each_phase_has_what_is_held_meanwhile(setting):
     held = built.start_weights, built.state
     start_weights, state, params = map(device_bytes, (*held, built.state.params))
     programs = {"decode": program(0, 3), "update": program(state + start_weights + 7, 5)}
-    programs["old_logprobs"] = program(params + start_weights + 7, 5)
+    programs["old_logp"] = program(params + start_weights + 7, 5)
     phases = examine.memory_phases(built, programs)
     decoding, *updating = (sum(parts.values()) for parts in phases.values())
     assert start_weights > 0
     assert decoding == device_bytes((*held, built.engine.params, built.engine.pages)) + 3
     assert updating == [state + start_weights + 7 + 5] * 2
-    assert phases["update"]["batch"] == phases["old_logprobs"]["batch"] == 7
+    assert phases["update"]["batch"] == phases["old_logp"]["batch"] == 7

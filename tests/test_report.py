@@ -10,7 +10,7 @@ import re
 import numpy as np
 import pytest
 
-from dapo_jax.logs.files import json_line, write_rollouts
+from dapo_jax.logs.files import json_line, write_zipped_rows
 from dapo_jax.report import compare, page, plots
 from dapo_jax.report.__main__ import load, main, write_report
 from dapo_jax.report.rows import write_rows
@@ -63,7 +63,7 @@ def _response(text="1+1=2", *, correct=True, truncated=False, **other):
 
 def _with_rollouts(run, workdir, rows, *, steps=(0,)):
     for step in steps:
-        write_rollouts(workdir / "rollouts" / f"{step}.jsonl.gz", rows)
+        write_zipped_rows(workdir / "rollouts" / f"{step}.jsonl.gz", rows)
     return dataclasses.replace(run, workdir=workdir)
 
 
@@ -206,7 +206,7 @@ def test_samples_are_of_the_first_and_the_last_step(tmp_path):
     assert found[1][4] == "truncated: None, answer 2"
     assert found[2][3] == "[assistant] <b>5\n[environment] no"
     # A file that is cut costs its end only, a broken one all of it.
-    write_rollouts(path := tmp_path / "rollouts" / "3.jsonl.gz", [_response("1" * 99)] * 2000)
+    write_zipped_rows(path := tmp_path / "rollouts" / "3.jsonl.gz", [_response("1" * 99)] * 2000)
     path.write_bytes(path.read_bytes()[:-20])
     (tmp_path / "rollouts" / "29.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": '))
     assert [row[1] for row in page.samples({"run": one})] == ["3"] * page.SAMPLES

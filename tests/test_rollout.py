@@ -204,7 +204,7 @@ def run(
     *,
     slots=8,
     block_tokens=4,
-    expected_rate=0.5,
+    expected_share=0.5,
     max_prompts=None,
     session=None,
     report=lambda message: None,
@@ -214,7 +214,7 @@ def run(
     """Runs `collect` over a script; the cap, unless given, is the script's end."""
     session = session or ScriptedSession(script, slots=slots, block_tokens=block_tokens)
     plan = plan_of(script, max_prompts=max_prompts or len(script.correct_PG) - cursor, **rules)
-    how = {"expected_rate": expected_rate, "report": report, "on_other_groups": on_other_groups}
+    how = {"expected_share": expected_share, "report": report, "on_other_groups": on_other_groups}
     return collect(session, plan, cursor, **how)
 
 
@@ -300,7 +300,7 @@ def test_a_step_waits_for_the_groups_before_the_last_one_kept_and_cancels_those_
     """Group 0 is slow and not informative; group 3 is slower still, and not needed."""
     slow = script([0, 2, 2, 2, 2], length_tokens=np.array([40, 2, 2, 99, 2]))
     session = ScriptedSession(slow, slots=5 * G, block_tokens=4)
-    rollouts = run(slow, num_prompts=2, expected_rate=0.1, session=session)
+    rollouts = run(slow, num_prompts=2, expected_share=0.1, session=session)
     assert rollouts.kept.tolist() == [1, 2]
     assert cursors(rollouts) == [0, 1, 2]
     assert (rollouts.cursor, rollouts.issued) == (3, 5)
@@ -362,14 +362,14 @@ def test_an_error_in_the_grader_surfaces_at_once():
     assert len(steps(session)) <= 4
 
 
-@pytest.mark.parametrize("expected_rate", [0.1, 0.4, 1.0])
-def test_little_more_is_issued_than_needed_whatever_was_expected(expected_rate):
+@pytest.mark.parametrize("expected_share", [0.1, 0.4, 1.0])
+def test_little_more_is_issued_than_needed_whatever_was_expected(expected_share):
     """A share of 0.4 is informative. Slots hold two thirds of what is needed."""
     issued, sampled, blocks = [], [], []
     for seed in range(20):
         scripted = script(2 * (np.random.default_rng(seed).random(400) < 0.4))
         session = ScriptedSession(scripted, slots=40 * G, block_tokens=4)
-        how = {"num_prompts": 24, "expected_rate": expected_rate}
+        how = {"num_prompts": 24, "expected_share": expected_share}
         rollouts = run(scripted, session=session, **how)
         issued.append(rollouts.issued)
         sampled.append(len(rollouts.sampled))
@@ -414,7 +414,7 @@ def steps_of(script, *, count, every_steps=1, num_prompts=4, max_prompts=400, **
             session.resume()
         else:
             session = ScriptedSession(script, slots=16, block_tokens=2)
-        how = {"expected_rate": 0.5, "report": lambda text: None}
+        how = {"expected_share": 0.5, "report": lambda text: None}
         rollouts = collect(session, plan, cursor, partial, **how)
         found.append((session.calls, partial, rollouts))
         cursor, partial = rollouts.cursor, rollouts.partial

@@ -299,7 +299,7 @@ def test_the_learners_old_logprobs_are_those_before_the_first_update(monkeypatch
 
     run = mock.MagicMock(update=update)
     run.programs.mesh = make_mesh(data=-1, model=1)
-    run.old_logprobs = lambda params, start_weights, batch: f"{batch.tokens_BT} by {params}"
+    run.recompute_old_logp = lambda params, start_weights, batch: f"{batch.tokens_BT} by {params}"
     train.update(run, types.SimpleNamespace(params="the first"), None, None, 0.1)
     assert seen == [("a", "a by the first"), ("b", "b by the first")]
 

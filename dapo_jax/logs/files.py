@@ -124,7 +124,7 @@ def json_digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def write_rollouts(path: pathlib.Path, rows: Iterable[Mapping], *, level: int = 9) -> None:
+def write_zipped_rows(path: pathlib.Path, rows: Iterable[Mapping], *, level: int = 9) -> None:
     """Writes rows to a gzipped file of JSON lines, whole or not at all; equal ones as equal bytes.
 
     level: of compression; 1 is seven times as fast as 9, for half as many bytes more.
@@ -135,8 +135,8 @@ def write_rollouts(path: pathlib.Path, rows: Iterable[Mapping], *, level: int = 
     write_file(path, content.getvalue())
 
 
-def read_rollouts(path: pathlib.Path) -> Iterator[dict]:
-    """Yields the responses that `write_rollouts` wrote."""
+def read_zipped_rows(path: pathlib.Path) -> Iterator[dict]:
+    """Yields the rows that `write_zipped_rows` wrote."""
     with gzip.open(path) as lines:
         yield from map(json.loads, lines)
 

@@ -73,7 +73,7 @@ class Record(contextlib.AbstractContextManager):
     def _keep(self, step: int, rollouts: Rollouts, reward_PG) -> dict[str, str]:
         if _every(self._log.rollouts_every_steps, step):
             rows = rollout_rows(rollouts, reward_PG)
-            files.write_rollouts(self.workdir / "rollouts" / f"{step}.jsonl.gz", rows, level=1)
+            files.write_zipped_rows(self.workdir / "rollouts" / f"{step}.jsonl.gz", rows, level=1)
         return sample_digests(rollouts.sampled, reward_PG)
 
     def digests(self, arrays: Mapping) -> dict[str, str]:
@@ -142,7 +142,7 @@ def settings_label(settings: Mapping) -> str:
 def write_responses(workdir: pathlib.Path, name: str, groups: Sequence[Group]) -> None:
     """Writes an evaluation's responses to eval/<name>.jsonl.gz, one a line."""
     rows = (response_row(group, g) for group in groups for g in range(len(group.responses)))
-    files.write_rollouts(workdir / "eval" / f"{name}.jsonl.gz", rows, level=1)
+    files.write_zipped_rows(workdir / "eval" / f"{name}.jsonl.gz", rows, level=1)
 
 
 def result_row(results: dict) -> dict[str, float]:

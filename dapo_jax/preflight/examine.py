@@ -19,7 +19,7 @@ from dapo_jax.setup import auto_sizes, components, start
 from dapo_jax.setup.dry_run import device_bytes, memory
 
 WANTED_HEADROOM = 0.10
-UPDATES = ("update", "old_logprobs")  # the learner's programs
+UPDATES = ("update", "old_logp")  # the learner's programs
 ADVICE = (
     "lower learner.micro_batch_rows, learner.row_tokens, learner.row_lengths or "
     "rollout.cache_mib, set learner.remat to offload, raise mesh.model, or take a larger topology"
@@ -98,7 +98,7 @@ def planned(config: ConfigDict, devices, device_bytes: int) -> start.Planned:
         tokenizer = any_tokenizer(components.model_sizes(config).vocab_size)
         return tokenizer, components.load_data(config, tokenizer, training=False, evaluates=False)
 
-    start.accept(config, "data.", "eval.", training=False)
+    start.accept_and_fetch(config, "data.", "eval.", training=False)
     fit = functools.partial(auto_sizes.fit_training, devices=devices, device_bytes=device_bytes)
     return start.plan(config, read, fit, training=True, devices=devices)
 

@@ -8,7 +8,7 @@ import dataclasses
 import pathlib
 from collections.abc import Mapping, Sequence
 
-from dapo_jax.logs.files import read_json, read_rollouts
+from dapo_jax.logs.files import read_json, read_zipped_rows
 from dapo_jax.printable import printable_lines, shortened
 from dapo_jax.report.statistics import paired_share_interval
 from dapo_jax.tasks.templates import problem_of
@@ -48,7 +48,7 @@ def read(path: str | pathlib.Path) -> list[Evaluated]:
 
 def _problems(path: pathlib.Path) -> dict[tuple, tuple[float, str]]:
     rows = collections.defaultdict(list)
-    for row in read_rollouts(path):
+    for row in read_zipped_rows(path):
         rows[row["source"], row["row"], str(row["ground_truth"]), row["cursor"]].append(row)
     problems, alike = {}, collections.Counter()
     for (*place, _), found in rows.items():

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import jinja2
 
-from dapo_jax.logs.files import read_rollouts
+from dapo_jax.logs.files import read_zipped_rows
 from dapo_jax.printable import conversation, shortened
 from dapo_jax.report import compare, plots
 from dapo_jax.report.runs import Run, summary_lines
@@ -53,7 +53,7 @@ def samples(runs: Mapping[str, Run]) -> list[list[str]]:
 def _responses(path: pathlib.Path) -> list[list[str]]:
     rows = []
     with contextlib.suppress(EOFError, OSError, ValueError, zlib.error):  # cut or broken: its start
-        firsts = (row for row in read_rollouts(path) if not row.get("sample"))
+        firsts = (row for row in read_zipped_rows(path) if not row.get("sample"))
         rows.extend(itertools.islice(firsts, SAMPLES))
     return [
         [

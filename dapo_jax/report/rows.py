@@ -10,7 +10,7 @@ import pathlib
 from collections.abc import Mapping
 
 from configs.base import RENAMED
-from dapo_jax.logs.files import read_rollouts, write_rollouts
+from dapo_jax.logs.files import read_zipped_rows, write_zipped_rows
 from dapo_jax.report.runs import Run, sweep_label
 
 # The times of one machine are left out, but not the quantities of its schedule; evaluations have a
@@ -23,12 +23,12 @@ DIGITS = 6  # significant ones of a float
 
 def write_rows(path: pathlib.Path, runs: Mapping[str, Run]) -> None:
     """Writes the runs, a line each, without the machine's paths; equal ones as equal bytes."""
-    write_rollouts(path, (_line_of(run.arm or label, run) for label, run in runs.items()))
+    write_zipped_rows(path, (_line_of(run.arm or label, run) for label, run in runs.items()))
 
 
 def read_rows_file(path: pathlib.Path) -> dict[str, Run]:
     """Reads the output of `write_rows`: label -> run, with the arm and seed of each."""
-    return {sweep_label(run.arm, run.seed): run for run in map(_run_of, read_rollouts(path))}
+    return {sweep_label(run.arm, run.seed): run for run in map(_run_of, read_zipped_rows(path))}
 
 
 def _line_of(arm: str, run: Run) -> dict:

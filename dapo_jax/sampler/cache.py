@@ -131,6 +131,7 @@ def plan_cache(
         block_bytes = planned.padded(slots) * limits.block_tokens * token_bytes
         left = budget_bytes - block_bytes - prompt_pages * page_bytes
         pages = max(0, left // page_bytes)
+        # Each page, and 3/4 of one for the copies.
         return dataclasses.replace(planned, pages=pages * 4 // 7 if copies else pages)
 
     def plan(budget_bytes: int) -> Cache | None:

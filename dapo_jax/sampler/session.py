@@ -9,7 +9,8 @@ A session keeps what neither of them knows: the values of tokens. Data flow of `
 A request is (stream, cursor, sample). A stream has a random key and a way of sampling: training is
 one, each evaluation set another, and they share slots, pages and programs. A request's tokens
 depend on no schedule at all, so they are the same beside whichever others, but with partial
-rollouts. The scheduler knows a group by one number, of stream and cursor.
+rollouts. The scheduler knows a group by one number, of stream and cursor. Axis letters: those of
+`scheduler`, its P among them; C tokens of a page, S of a block, Z streams, L layers, A experts.
 """
 
 import dataclasses
@@ -153,7 +154,8 @@ class Session:
 
         At least one more is to come, or is fed again: the end of a turn without an answer yet.
         """
-        tokens = min(len(response.tokens_T) - response.stopped, limit - 1)
+        fed_again = int(response.stopped)  # the token that ended a turn
+        tokens = min(len(response.tokens_T) - fed_again, limit - 1)
         if response.route_TLA is not None:  # an answer that was not fed has none
             tokens = min(tokens, 1 + np.flatnonzero(response.sampled_T).max(initial=-1))
         return tokens - tokens % self._engine.cache.block_tokens

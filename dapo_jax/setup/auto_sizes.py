@@ -172,7 +172,7 @@ def fit_cache(
     def slots(mib: int) -> int:
         try:
             size = mib * 2**20
-            return components.cache_plan(config, sizes, mesh, kernels, cache_bytes=size).slots
+            return components.cache_of(config, sizes, mesh, kernels, cache_bytes=size).slots
         except ValueError:
             return 0
 

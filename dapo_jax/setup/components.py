@@ -52,9 +52,9 @@ class Programs:
     mesh: jax.sharding.Mesh
     engine: Engine
     learning: learner.Learning
-    reshard: functools.partial  # (trained params, start_weights) -> the sampler's weights
-    update: functools.partial  # (state, start_weights, batch, learning_rate) -> state, metrics
-    old_logprobs: functools.partial  # (params, start_weights, batch) -> old_logp_MBT
+    reshard: jax.stages.Wrapped  # (trained params, start_weights) -> the sampler's weights
+    update: jax.stages.Wrapped  # (state, start_weights, batch, learning_rate) -> state, metrics
+    recompute_old_logp: jax.stages.Wrapped  # (params, start_weights, batch) -> old_logp_MBT
     weight_shardings: dict  # of all weights, as the learner has them
     state: learner.TrainState
     start_weights: dict | None
@@ -62,14 +62,14 @@ class Programs:
     def lower_learner(self, row_tokens: int) -> dict[str, jax.stages.Lowered]:
         """Lowers what takes batches with rows of one of the config's lengths.
 
-        "old_logprobs", where the loss takes the learner's own, and "update".
+        "old_logp", where the loss takes the learner's own, and "update".
         """
         batch = learner.abstract_batch(self.learning, row_tokens, self.mesh)
         rate = jax.ShapeDtypeStruct((), jnp.float32, sharding=rules.replicated(self.mesh))
         lowered = {}
         if takes_old_logp(self.learning):
             policy = (self.state.params, self.start_weights)
-            lowered["old_logprobs"] = self.old_logprobs.lower(*policy, batch)
+            lowered["old_logp"] = self.recompute_old_logp.lower(*policy, batch)
         return lowered | {"update": self.update.lower(self.state, self.start_weights, batch, rate)}
 
     def compile_learner(self) -> dict[str, Callable]:
@@ -317,11 +317,12 @@ def programs(config: ConfigDict, vocab_size: int, *, devices=None) -> Programs:
     engine_shardings = rules.param_shardings(mesh, param_axes(of_engine), of_engine, rules.SAMPLER)
     engine_params = rules.abstract(of_engine, engine_shardings)
     cache_bytes = config.rollout.cache_mib * 2**20
-    cache = cache_plan(config, sizes, mesh, kernels, cache_bytes=cache_bytes)
-    # A forward pass rounds alone as inside an update only where both round as they are written.
+    cache = cache_of(config, sizes, mesh, kernels, cache_bytes=cache_bytes)
+    # Alone a forward pass has the bits of the one in an update only without excess precision.
     as_written = options = OPTIONS.get(platform_of(mesh), {})
     if takes_old_logp(constants):
         as_written = options | {"xla_allow_excess_precision": False}
+    of_update = {"graph": graph, "mesh": mesh, "learning": constants}
     needs_start_weights = constants.lora is not None or constants.kl_coef > 0
     return Programs(
         config=config,
@@ -331,13 +332,13 @@ def programs(config: ConfigDict, vocab_size: int, *, devices=None) -> Programs:
         learning=constants,
         reshard=jax.jit(sampler_weights, out_shardings=engine_shardings, compiler_options=options),
         update=jax.jit(
-            functools.partial(learner.update, graph=graph, mesh=mesh, learning=constants),
+            functools.partial(learner.update, **of_update),
             out_shardings=(state_shardings, rules.replicated(mesh)),
             donate_argnums=0,
             compiler_options=as_written | dict(kernels.update_options),
         ),
-        old_logprobs=jax.jit(
-            functools.partial(learner.old_logprobs, graph=graph, mesh=mesh, learning=constants),
+        recompute_old_logp=jax.jit(
+            functools.partial(learner.recompute_old_logp, **of_update),
             out_shardings=rules.micro_batches(mesh),
             compiler_options=as_written,
         ),
@@ -386,7 +387,7 @@ def learning(
     )
 
 
-def cache_plan(
+def cache_of(
     config: ConfigDict, sizes: ModelConfig, mesh, kernels: Kernels, *, cache_bytes: int
 ) -> Cache:
     """The slots and pages that so many bytes of a device hold. ValueError where they hold none."""

@@ -3,11 +3,11 @@
     refuse settings -> fetch names on the hub -> lock the folder -> read tokenizer and data
     -> fill in open sizes -> plan mesh and programs -> restore weights -> record and compile
 
-A config is a wish until `plan` resolves it into a new one, without open keys. `plan` locks, writes,
-loads to devices and compiles nothing (preflight; `plan_training`: a dry run). `open_run` has all
-that a training step needs, setup/policy.py the weights of a policy. They raise ValueError and
-OSError, with the setting to change, on all processes alike. README.md says what a fork shares with
-its parent.
+A config is a wish until `plan` resolves it into a new one, without open keys. `plan` takes no lock,
+writes no file, loads nothing to devices and compiles nothing (preflight; `plan_training`: a dry
+run). `open_run` has all that a training step needs, setup/policy.py the weights of a policy. They
+raise ValueError and OSError, with the setting to change, on all processes alike. README.md says
+what a fork shares with its parent.
 """
 
 import contextlib
@@ -81,9 +81,9 @@ class Run(Planned):
     """All that a step needs, but the state that it changes.
 
     step: finished steps, the first to do. begin_step: the run's own first, which is not 0 in a
-    fork. start_weights: those that LoRA adapts, or that the KL term has; else None. old_logprobs:
-    None where the loss takes none. streams: of every session, training's first, then those of
-    `sets`, which are evaluated now and then. seconds: of loading and compiling.
+    fork. start_weights: those that LoRA adapts, or that the KL term has; else None.
+    recompute_old_logp: None where the loss takes none. streams: of every session, training's first,
+    then those of `sets`, which are evaluated now and then. seconds: of loading and compiling.
     """
 
     step: int
@@ -96,7 +96,7 @@ class Run(Planned):
     sets: dict[str, Dataset]
     streams: tuple[Stream, ...]
     update: Callable
-    old_logprobs: Callable | None
+    recompute_old_logp: Callable | None
     seconds: dict[str, float]
 
     def evaluates_in(self, step: int) -> bool:
@@ -109,7 +109,7 @@ class Run(Planned):
         return not partial or step % self.config.checkpoint.every_steps == 0
 
 
-def accept(config: ConfigDict, *unread: str, training: bool) -> None:
+def accept_and_fetch(config: ConfigDict, *unread: str, training: bool) -> None:
     """Refuses a config that no run can have, or that processes differ in; fetches from the hub.
 
     unread: how keys begin whose paths the command does not read.
@@ -181,7 +181,7 @@ def open_run(
 ) -> tuple[Run, TrainState, Progress]:
     """Begins, or resumes, the run in `workdir`; given: the parent of --start. stack: closes it."""
     watch = Stopwatch()
-    accept(config, training=True)
+    accept_and_fetch(config, training=True)
     compile_cache.enable()
     hosts.on_main(lambda: _lock(config, workdir, stack))
     parent = hosts.on_main(lambda: fingerprint.parent_of(workdir, given))
@@ -241,7 +241,7 @@ def open_run(
         sets=sets,
         streams=streams,
         update=of_learner["update"],
-        old_logprobs=of_learner.get("old_logprobs"),
+        recompute_old_logp=of_learner.get("old_logp"),
         seconds=spent | {"load": spent["total"] - spent["compile"]},
     )
     return run, state, progress

@@ -228,7 +228,7 @@ async def _awaited(value: Any) -> Any:
     return await value
 
 
-def started(call: Callable) -> concurrent.futures.Future:
+def in_thread(call: Callable) -> concurrent.futures.Future:
     """Begins a call, maybe an async one, in a thread of its own that no program waits for."""
     found: concurrent.futures.Future = concurrent.futures.Future()
 
@@ -250,7 +250,7 @@ def within(seconds: float, call: Callable) -> Any:
 
     A thread that hangs cannot be ended: it is left behind.
     """
-    found = started(call)
+    found = in_thread(call)
     if not concurrent.futures.wait([found], seconds).done:
         raise TimeoutError(f"{TIMED_OUT} {seconds:g} s")
     return found.result()

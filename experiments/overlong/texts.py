@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 from absl import app, flags
 
-from dapo_jax.logs.files import read_rollouts
+from dapo_jax.logs.files import read_zipped_rows
 from experiments.overlong.study import STUDY
 from experiments.study import look_into
 
@@ -58,7 +58,7 @@ def rows_of(workdir: pathlib.Path) -> list[dict]:
     for point in STUDY.plan().points(workdir):
         found = {point.arm: last} | ({START: 0} if point.arm == FIRST else {})
         for arm, step in found.items():
-            responses = list(read_rollouts(point.workdir / "eval" / f"{step}.long.jsonl.gz"))
+            responses = list(read_zipped_rows(point.workdir / "eval" / f"{step}.long.jsonl.gz"))
             rows.append({"arm": arm, "seed": point.seed, **measured(responses)})
     return rows
 

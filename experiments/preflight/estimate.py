@@ -196,7 +196,7 @@ def step_seconds(
     length_PG = response_lengths(mean, **how, longest=r.max_response_tokens, seed=0)
     decoding, prefilled = simulate(
         length_PG.tolist(),
-        components.cache_plan(config, sizes, mesh, kernels, cache_bytes=r.cache_mib * 2**20),
+        components.cache_of(config, sizes, mesh, kernels, cache_bytes=r.cache_mib * 2**20),
         shards=rules.row_degree(mesh),
         prompt_tokens=prompt_tokens,
         decode_seconds=device.decode_seconds,

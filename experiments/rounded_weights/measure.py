@@ -138,7 +138,7 @@ class Step:
             how = dataclasses.replace(how, kernels=kernels)
         graph, _ = abstract_params(self.run.programs.sizes)
         of = {"graph": graph, "mesh": self.run.programs.mesh, "learning": how}
-        program = jax.jit(functools.partial(learner.old_logprobs, **of))
+        program = jax.jit(functools.partial(learner.recompute_old_logp, **of))
 
         def log_p(params, batch):
             with rounding_activations() if rounds else contextlib.nullcontext():

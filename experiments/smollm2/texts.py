@@ -27,7 +27,7 @@ from absl import app, flags
 from dapo_jax import learner
 from dapo_jax.checkpoints.store import Checkpoints
 from dapo_jax.logprobs import Softmax, chosen_logprobs
-from dapo_jax.logs.files import read_json, read_rollouts
+from dapo_jax.logs.files import read_json, read_zipped_rows
 from dapo_jax.setup import auto_sizes, components, policy
 from dapo_jax.sweep.runner import is_done
 from dapo_jax.types import Batch, Group, Response
@@ -48,7 +48,7 @@ def responses_of(workdir: pathlib.Path, step: int) -> dict[int, list[dict]]:
     """The responses of a run's evaluation after a step, by the prompt's place in its one set."""
     found = collections.defaultdict(list)
     (name,) = read_json(workdir / "config.json")["eval"]["sets"]
-    for response in read_rollouts(workdir / "eval" / f"{step}.{name}.jsonl.gz"):
+    for response in read_zipped_rows(workdir / "eval" / f"{step}.{name}.jsonl.gz"):
         found[response["cursor"]].append(response)
     return dict(sorted(found.items()))
 
