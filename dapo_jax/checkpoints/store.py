@@ -50,8 +50,9 @@ class Checkpoints:
 
     Each appears whole or not at all. All processes call `save` and the restores alike, and see the
     directory, a bucket's (gs://...) for instance. state: a pytree of arrays, sharded as they are.
-    progress: a JSON-able dict with the host's side. The newest `keep` are kept, those whose steps
-    are multiples of `keep_period` (0: of none), and the best by the progress's "scores".
+    progress: a JSON-able dict with the host's side. The newest `keep` are kept (None: all, and
+    nothing is cleaned up, for what only reads), those whose steps are multiples of `keep_period`
+    (0: of none), and the best by the progress's "scores".
     fingerprint: this run's (`fingerprint.of_run`), saved with each checkpoint; where it is set,
     `restore_latest` refuses a checkpoint of another run.
     """
