@@ -87,7 +87,7 @@ def _sees_images(raw: Mapping[str, Any]) -> bool:
 def _read(path) -> dict[str, Any]:
     path = epath.Path(path)
     if not path.is_dir():
-        raise FileNotFoundError(f"{path} is not a directory; give a Hugging Face model directory")
+        raise FileNotFoundError(f"{path} is not a directory: model.path, or --from, has to be one")
     file = path / CONFIG_FILE
     if not file.exists():
         raise FileNotFoundError(f"{path} has no {CONFIG_FILE}; it holds {listing(path)}")

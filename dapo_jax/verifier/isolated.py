@@ -12,7 +12,6 @@ For the algebra of answers, and the scorers of other packages:
 7. A worker ends with its object, and with the process that started it.
 """
 
-import collections
 import contextlib
 import gc
 import json
@@ -22,10 +21,12 @@ import multiprocessing.connection
 import os
 import pathlib
 import pkgutil
+import queue
 import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -111,14 +112,21 @@ class Pool(contextlib.AbstractContextManager):
 
     def __init__(self, entry: str, num_workers: int, cpu_seconds: float = CPU_SECONDS) -> None:
         self._entry, self._cpu_seconds = entry, cpu_seconds
-        self._workers = collections.deque(Worker(entry) for _ in range(num_workers))  # idle ones
+        self._lock = threading.Lock()
+        self._closed = False
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix=entry)
+        self._workers = [Worker(entry) for _ in range(num_workers)]
+        self._idle: queue.SimpleQueue[int] = queue.SimpleQueue()  # places in self._workers
+        for place in range(num_workers):
+            self._idle.put(place)
 
     def __exit__(self, *exception: object) -> None:
-        """Kills the workers, when they have answered what they were asked."""
+        """Kills the workers."""
+        with self._lock:
+            self._closed = True
+            for worker in self._workers:
+                worker.kill()
         self._threads.shutdown(cancel_futures=True)
-        for worker in self._workers:
-            worker.kill()
 
     def ask(self, requests: Mapping[Any, bytes]) -> dict[Any, Reply]:
         """Has each request answered, by its key; RuntimeError behind the `with` block."""
@@ -127,24 +135,26 @@ class Pool(contextlib.AbstractContextManager):
 
     def _answered(self, request: bytes) -> Reply:
         """Has a worker answer; runs in one of as many threads as there are workers."""
-        worker = self._workers.popleft()
+        place = self._idle.get()
         try:
             for _ in range(TRIES):
-                worker = self._ready(worker)
-                reply = worker.ask(request, self._cpu_seconds)
+                reply = self._ready_worker(place).ask(request, self._cpu_seconds)
                 if reply.status != "killed":
                     return reply
             return Reply("crashed")
         finally:
-            self._workers.append(worker)
+            self._idle.put(place)
 
-    def _ready(self, worker: Worker) -> Worker:
-        """Returns the worker when it is ready, or one in its place."""
+    def _ready_worker(self, place: int) -> Worker:
         for start in range(STARTS):
+            worker = self._workers[place]
             if worker.is_ready():
                 return worker
             time.sleep(start)  # what kills workers may pass
-            worker = Worker(self._entry)
+            with self._lock:
+                if self._closed:
+                    raise RuntimeError(f"the workers of {self._entry} are closed")
+                self._workers[place] = Worker(self._entry)
         raise ChildProcessError(
             f"{STARTS} workers of {self._entry} in a row were never ready; what they said is on "
             "the error output"
