@@ -9,7 +9,7 @@ For the algebra of answers, and the scorers of other packages:
 5. The kernel ends the child after its seconds of CPU time: a busy host changes no answer.
    RLIMIT_AS leaves it MEMORY_BYTES beside what the worker has.
 6. A worker that is dead or silent is replaced, and its request asked again.
-7. A worker ends with its object, and with the process that started it.
+7. A worker ends with its object; where its starter is gone, once it has answered.
 """
 
 import contextlib
