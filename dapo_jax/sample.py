@@ -107,9 +107,8 @@ def load() -> tuple[Policy, Callable, Environments | None]:
     config.tokenizer.chat_args.update(json_object("chat_args"))
     columns, factory = json_object("columns"), None
     if given.environment:
-        config.data.train.update(
-            environment=given.environment, weight=None
-        )  # the cache is then made with turns
+        # The cache is then made with turns.
+        config.data.train.update(environment=given.environment, weight=None)
         factory = Factory.of("sample", given.environment, r.environment_seconds)
 
     def asked(text: str, cursor: int, tokenizer: Tokenizer) -> Prompt:

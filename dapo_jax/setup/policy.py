@@ -94,9 +94,8 @@ def load_policy(
     whether the evaluation sets are read. step: of the checkpoint; None: the newest. may_differ:
     keys of the policy that may differ from the run's.
     """
-    start.accept_and_fetch(
-        config, *(("data.",) if evaluates else ("data.", "eval.")), training=False
-    )
+    unread = ("data.",) if evaluates else ("data.", "eval.")
+    start.accept_and_fetch(config, *unread, training=False)
     compile_cache.enable()
     read = functools.partial(start.read_data, begun=workdir, training=False, evaluates=evaluates)
     planned = start.plan(config, read, fit, training=False)

@@ -145,7 +145,7 @@ def plan(
     """
     config, given = wish.copy_and_resolve_references(), dict(leaves(wish))
     auto_sizes.fit_model(config, training=training)
-    components.model_sizes(config)  # what they refuse is known at once, data takes minutes
+    components.model_sizes(config)  # refuses before the data is read, which takes minutes
     tokenizer, data = read(config)
     if training:
         auto_sizes.fit_data(config, data, given=given)
