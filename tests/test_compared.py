@@ -75,9 +75,8 @@ def write(folder, correct_PK, *, places=None, prompt="{row} + 0?", **settings):
     path.write_text(json.dumps(document))
     places = places or [("", row, row) for row in range(len(correct_PK))]
     with gzip.open(path.with_suffix(".jsonl.gz"), "wt") as file:
-        for cursor, ((source, row, answer), correct_K) in enumerate(
-            zip(places, correct_PK, strict=True)
-        ):
+        rows = zip(places, correct_PK, strict=True)
+        for cursor, ((source, row, answer), correct_K) in enumerate(rows):
             line = {"cursor": cursor, "source": source, "row": row, "ground_truth": str(answer)}
             line |= {"prompt": prompt.format(row=row)}
             for k, correct in enumerate(correct_K):

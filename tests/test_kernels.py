@@ -17,18 +17,8 @@ from processes import ROOT, ran
 from quick import jit
 
 from dapo_jax.preflight.compile import LIBTPU
-from models.kernels import (
-    KERNELS,
-    flash_gpu,
-    kernels_for,
-    packed,
-    paged_gpu,
-    paged_tpu,
-    splash_tpu,
-    triton,
-    xla,
-)
-from models.kernels.xla import PageTable, attention, page_order
+from models.kernels import KERNELS, flash_gpu, kernels_for, packed, paged_gpu, paged_tpu, splash_tpu
+from models.kernels.xla import PageTable, attention, near_attention, page_order
 from models.precision import Weights
 from models.qwen2 import PRESETS, Qwen2Config
 from models.transformer import REMAT, abstract_params, segment_positions
@@ -356,7 +346,7 @@ def near_pages(q_BNH, recent, recent_tokens_B, *given, window):
     response_BX = jnp.take_along_axis(page_BX, place_BX, axis=1)
     table = PageTable(page_BX, response_BX, prompt_tokens_B, tokens_B, None)
     pools = ([jnp.nan_to_num(a, nan=9.0) for a in pool] for pool in (prompt_pool, pool))
-    return xla.near_attention(*pools, table, window=window)(q_BNH, recent, recent_tokens_B)
+    return near_attention(*pools, table, window=window)(q_BNH, recent, recent_tokens_B)
 
 
 PAGES = {  # heads, key heads, head size, tokens of a page, dtype
@@ -472,8 +462,8 @@ def test_a_tpu_copies_pages_as_plain_xla_does(H, C):
 @pytest.mark.parametrize("make", [compiled_kernels.rows, compiled_kernels.pages])
 def test_what_only_a_gpu_would_round_or_overflow(make, monkeypatch, capsys):
     """Read from the programs, as no interpreter shows it: no TF32, and offsets of 64 bits."""
-    printing = functools.partial(triton.pl.pallas_call, debug=True)
-    monkeypatch.setattr(triton.pl, "pallas_call", printing)
+    pallas = paged_gpu.triton.pl
+    monkeypatch.setattr(pallas, "pallas_call", functools.partial(pallas.pallas_call, debug=True))
     mesh = of_an_h100(make_mesh(data=1, model=1, devices=jax.devices()[:1]))
     (heads,) = (it for it in HEADS[make.__name__, "gpu"] if it[0] == 40)
     run, arguments = make(KERNELS["gpu"], heads, mesh)

@@ -14,15 +14,7 @@ from dapo_jax.logs.files import json_line, write_zipped_rows
 from dapo_jax.report import compare, page, plots
 from dapo_jax.report.__main__ import load, main, write_report
 from dapo_jax.report.rows import write_rows
-from dapo_jax.report.runs import (
-    Run,
-    by_arm,
-    column,
-    complete,
-    load_run,
-    summary_lines,
-    tokens_before,
-)
+from dapo_jax.report.runs import Run, by_arm, column, complete, load_run, summary_lines
 
 HOSTILE = '</script><script>alert(1)</script>"><img src=x onerror=alert(2)>\u2028<!--'
 SCORE = "held_out", "mean@8"
@@ -86,8 +78,8 @@ def test_a_forks_tokens_begin_with_its_parents():
         {"step": step, "sampled_tokens_total": total, "engine/drawn_tokens": 50}
         for step, total in ((5, 150), (6, 200), (7, 280))
     ]
-    assert tokens_before(rows) == {5: 100, 6: 150, 7: 200, 8: 280}
-    assert tokens_before([rows[0] | {"step": 0, "sampled_tokens_total": 50}]) == {0: 0, 1: 50}
+    assert plots.tokens_before(rows) == {5: 100, 6: 150, 7: 200, 8: 280}
+    assert plots.tokens_before([rows[0] | {"step": 0, "sampled_tokens_total": 50}]) == {0: 0, 1: 50}
 
 
 def test_summary_lines_compare_first_and_last():
