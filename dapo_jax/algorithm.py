@@ -46,7 +46,7 @@ def clamped_log_ratio(logp_RT: ArrayLike, other_logp_RT: ArrayLike) -> jax.Array
 
 
 def importance_ratio(logp_RT: ArrayLike, other_logp_RT: ArrayLike) -> jax.Array:
-    """Computes each token's importance ratio `r = pi_theta / pi_behavior` (Eq. 8).
+    """Computes each token's importance ratio `r = pi_theta / pi_other`, of Eq. 8 for pi_behavior.
 
     Both arguments are log-probabilities [R, T] in nats of the sampled tokens; r lies in
     [e^-20, e^20].

@@ -124,7 +124,7 @@ class ScriptedSession:
 
     def step(self, *, more: bool = False) -> list[Group]:
         plan = self._scheduler.next_block(more=more)
-        self.stats.prefilled_prompts += sum(len(call.names) for call in plan.prefills)
+        self.stats.prefilled_prompts += sum(len(call.rows) for call in plan.prefills)
         used_N = np.minimum(plan.left_N, self._scheduler.cache.block_tokens)
         useful_B = np.zeros(self.slots, int)
         useful_B[self._scheduler._rows_DB["active"][0] > 0] = used_N

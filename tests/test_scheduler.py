@@ -134,7 +134,7 @@ def test_a_prompts_pages_are_shared_by_at_most_the_readers():
     prefilled = [
         call.page_RI[r].tolist()
         for call in plan.prefills
-        for r, (group, _) in call.names.items()
+        for r, (group, _) in call.rows.items()
         if group == 0
     ]
     sizes = decode_sizes(script.scheduler.cache, kernel=False)
@@ -256,6 +256,6 @@ def test_a_sample_that_begins_anew_takes_the_pages_of_those_that_wait(both):
         scheduler.resume(0, 1)
     plan = scheduler.next_block()
     assert (plan.sample_N.tolist(), plan.sampled_N.tolist()) == ([0], [24])
-    ((names, pages),) = plan.recomputes
-    found = [(group, held.sample) for group, held in names.values()]
+    ((rows, pages),) = plan.recomputes
+    found = [(group, held.sample) for group, held in rows.values()]
     assert (found, np.count_nonzero(pages)) == ([(0, 0)], 3)

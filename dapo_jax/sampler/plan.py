@@ -53,11 +53,11 @@ class Held(NamedTuple):
 class Prefill(NamedTuple):
     """One prefill call, of R rows on all shards together, equally many on each.
 
-    names: of each row that is used the group, and what the sample holds whose partial response is
+    rows: of each row that is used the group, and what the sample holds whose partial response is
     in it, None where the prompt is. page_RI: the pages that the row is written to; I is the bucket.
     """
 
-    names: dict[int, tuple[int, Held | None]]
+    rows: dict[int, tuple[int, Held | None]]
     page_RI: np.ndarray
 
 
@@ -72,9 +72,9 @@ def prefill_calls(
         for first in range(0, max(map(len, taken_D)), R):
             call = Prefill({}, np.full((len(taken_D) * R, bucket), NULL_PAGE, np.int32))
             for d, of_shard in enumerate(taken_D):
-                rows = of_shard[first : first + R]
-                for r, (group, held, pages) in enumerate(rows, start=d * R):
-                    call.names[r] = group, held
+                here = of_shard[first : first + R]
+                for r, (group, held, pages) in enumerate(here, start=d * R):
+                    call.rows[r] = group, held
                     call.page_RI[r, : len(pages)] = pages
             calls.append(call)
     return calls

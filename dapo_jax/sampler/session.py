@@ -263,10 +263,10 @@ class Session:
         return self._finished()
 
     def _prefill(self, prefills: list[Prefill]) -> None:
-        for names, page_RI in prefills:
+        for rows, page_RI in prefills:
             tokens = page_RI.shape[1] * self._engine.cache.page_tokens
             tokens_RT = np.zeros((len(page_RI), tokens), np.int32)
-            groups = {r: self._groups[number] for r, (number, _) in names.items()}
+            groups = {r: self._groups[number] for r, (number, _) in rows.items()}
             for r, group in groups.items():
                 prompt = group.prompt.token_ids[:-1]
                 tokens_RT[r, : len(prompt)] = prompt
@@ -293,10 +293,10 @@ class Session:
         if not plan.recomputes:
             return
         C = self._engine.cache.page_tokens
-        for names, page_RI in plan.recomputes:
+        for rows, page_RI in plan.recomputes:
             tokens_RT = np.zeros((len(page_RI), page_RI.shape[1] * C), np.int32)
             tokens_R, begin_R = np.zeros((2, len(page_RI)), np.int32)
-            for r, (number, it) in names.items():
+            for r, (number, it) in rows.items():
                 group = self._groups[number]
                 response, of_prompt = group.responses[it.sample], len(group.prompt.token_ids) - 1
                 fed = np.append(group.prompt.token_ids, response.tokens_T[: it.tokens - 1])
