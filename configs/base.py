@@ -202,6 +202,11 @@ KEYS = {
     "rollout.max_turns": Key(8, "of an episode, where a data set has an environment", at_least=1),
     "rollout.environment_seconds": Key(60.0, "the longest that one call of an environment may take",
                                        above=0, may_change=True),
+    "rollout.on_environment_failure": Key(
+        "stop", "where it has failed for environment_seconds; or \"leave_out\": no update trains "
+        "on its group", choices=("stop", "leave_out"), may_change=True),
+    "rollout.open_environments": Key(0, "of a process at once, as a server's sessions; 0: any",
+                                     at_least=0, may_change=True),
     "rollout.partial_rollout_steps": Key(
         0, "a step ends when it has enough; unfinished responses continue in the next steps, in "
         "this many at most, with tokens of several policies. The cache stays beside the update, "

@@ -16,6 +16,7 @@ FILTERS = ("correctness", "reward")
 ADVANTAGE_EPSILON = 1e-6
 LENGTH_EPSILON = 1e-8
 MAX_LOG_RATIO = 20.0
+MEAN_ROUNDING = 8 * float(np.finfo(np.float32).eps)  # of a mean, of its largest term
 
 
 def correctness_reward(correct_PG: np.ndarray) -> np.ndarray:
@@ -93,15 +94,17 @@ def token_policy_loss(
 def centred_reward(reward_PG: np.ndarray) -> np.ndarray:
     """Takes the group's mean away from each reward: the numerator of Eq. 9.
 
-    A group of equal rewards gets exactly 0, decided by comparison: the rounding of a mean over
-    rewards such as -1.3 would otherwise leave advantages of 0.1 (the reference implementation
-    trains on those).
+    A reward that is the mean but for float32's rounding gets exactly 0, and so does a whole group
+    of equal ones: a mean over rewards such as -1.3 would otherwise leave advantages of 0.1 (the
+    reference implementation trains on those), and a middle one the sign of its rounding.
 
     `reward_PG`: floats [P, G]. Returns the same shape and dtype.
     """
     mean_P1 = np.mean(reward_PG, axis=1, keepdims=True)
     equal_P1 = reward_PG.max(axis=1, keepdims=True) == reward_PG.min(axis=1, keepdims=True)
-    return np.where(equal_P1, 0.0, reward_PG - mean_P1)
+    rounding_P1 = MEAN_ROUNDING * np.abs(reward_PG).max(axis=1, keepdims=True)
+    is_mean_PG = equal_P1 | (np.abs(reward_PG - mean_P1) <= rounding_P1)
+    return np.where(is_mean_PG, 0.0, reward_PG - mean_P1)
 
 
 def group_advantage(reward_PG: np.ndarray) -> np.ndarray:

@@ -2,19 +2,21 @@
 
     session.step -> environments.ask(a turn that ended) ... environments.answers -> session.step
 
-Each turn is answered in a thread of its own, on the process that the group belongs to. What was
-sampled is never encoded again: an answer is the tokens that the chat template puts between two
-turns (`Tokenizer.between`). Bits of samples depend on no schedule, so answers may come at any time;
-with partial rollouts the session says when it takes them. An environment that fails outside a tool
-is made anew and gets the turns again, and so does one whose episode goes on in another session.
-They have to be answered with the same tokens; after ATTEMPTS the run stops with the row and the
-conversation.
+Each turn is answered behind the sampler, on the process that the group belongs to. What was sampled
+is never encoded again: an answer is the tokens that the chat template puts between two turns
+(`Tokenizer.between`). Bits of samples depend on no schedule, so answers may come at any time; with
+partial rollouts the session says when it takes them. An environment that fails outside a tool is
+made anew, after pauses that grow, and gets the turns again, and so does one whose episode goes on
+in another session. They have to be answered with the same tokens. After environment_seconds the run
+stops with the row and the conversation, or leaves the episode's group out.
 """
 
 import concurrent.futures
 import contextlib
 import functools
 import operator
+import sys
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED
 from typing import NamedTuple
@@ -22,11 +24,11 @@ from typing import NamedTuple
 import numpy as np
 
 from dapo_jax.process import hosts
-from dapo_jax.tasks.environments import TIMED_OUT, EnvironmentFailed, Episode, Factory, in_thread
+from dapo_jax.tasks.environments import EnvironmentFailed, Episode, Factory, retried
+from dapo_jax.tasks.place import TIMED_OUT, in_thread
 from dapo_jax.tasks.tokenizer import Tokenizer
-from dapo_jax.types import Message, Prompt, Response, Verdict
+from dapo_jax.types import LEFT_OUT, Message, Prompt, Response, Verdict
 
-ATTEMPTS = 3
 Where = tuple[int, int]  # the session's number of a group, and the sample
 
 
@@ -52,11 +54,27 @@ def _said(turn: str, messages: Sequence[Message]) -> list[Message]:
 
 
 class Environments:
-    """The environments of a session's data sets, by config key, and their episodes."""
+    """The environments of a session's data sets, by config key, and their episodes.
 
-    def __init__(self, factories: Mapping[str, Factory], tokenizer: Tokenizer, *, max_turns: int):
+    on_failure: "stop" or "leave_out". most_open: environments that are open at once; 0: any number.
+    """
+
+    def __init__(
+        self,
+        factories: Mapping[str, Factory],
+        tokenizer: Tokenizer,
+        *,
+        max_turns: int,
+        on_failure: str = "stop",
+        most_open: int = 0,
+    ):
         self._factories, self._tokenizer, self._max_turns = factories, tokenizer, max_turns
+        self._on_failure = on_failure
+        self._may_open = threading.Semaphore(most_open or sys.maxsize)
+        self._lock = threading.Lock()  # of the next three, which the threads of turns change
         self._episodes: dict[Where, Episode] = {}
+        self._cancelled: set[int] = set()  # numbers of groups
+        self._is_closed = False
         # The turns of all processes without answers yet; None: another one answers.
         self._asked: dict[Where, concurrent.futures.Future | None] = {}
 
@@ -73,10 +91,23 @@ class Environments:
         self._asked[where] = in_thread(run) if hosts.is_mine(where[0]) else None
 
     def close(self, number: int | None = None) -> None:
-        """Lets go of the episodes of a cancelled group; None: of all."""
-        for where in list(self._episodes):  # their threads add and take some
-            if number in (None, where[0]) and (episode := self._episodes.pop(where, None)):
-                in_thread(episode.close)
+        """Lets go of the episodes of a cancelled group; None: of all.
+
+        One whose turn is being answered is closed behind the answer.
+        """
+        with self._lock:
+            self._cancelled.add(number)
+            self._is_closed |= number is None
+            gone = [where for where in self._episodes if self._lets_go(where)]
+            for where in gone:
+                in_thread(functools.partial(self._close, self._episodes.pop(where)))
+
+    def _lets_go(self, where: Where) -> bool:
+        return self._is_closed or where[0] in self._cancelled
+
+    def _close(self, episode: Episode) -> None:
+        episode.close()
+        self._may_open.release()
 
     def answers(
         self, due: Collection[Where] | None = None, *, wait: bool
@@ -105,27 +136,33 @@ class Environments:
     def _run(self, where: Where, prompt: Prompt, response: Response, room: int) -> Answer | str:
         """Answers a turn, or says why not: without an answer the run would wait for ever."""
         try:
-            return self._answered(where, prompt, response, room)
+            answered = functools.partial(self._answered, where, prompt, response, room)
+            return retried(self._factories[prompt.key].seconds, answered)
         except BaseException as error:
-            answer = f"{prompt.example.source}, row {prompt.example.row}: {error}"
+            reason, turns = f"{prompt.example.source}, row {prompt.example.row}: {error}", []
             with contextlib.suppress(Exception):  # what failed may be the decoding
-                turns = enumerate(map(self._text, response.turns_T[::2]), start=1)
-                answer += "".join(f"\n  turn {i}: {text!r:.300}" for i, text in turns)
-            return answer
+                turns = [self._text(turn_T) for turn_T in response.turns_T[::2]]
+            if self._on_failure == "leave_out" and isinstance(error, EnvironmentFailed):
+                said = [it for text in turns for it in _said(text, ())]
+                said.append({"role": "environment", "content": reason})
+                return End(True, {}, Verdict(False, None, LEFT_OUT, 0.0), said)
+            numbered = enumerate(turns, start=1)
+            return reason + "".join(f"\n  turn {i}: {text!r:.300}" for i, text in numbered)
 
-    def _answered(
-        self, where: Where, prompt: Prompt, response: Response, room: int, attempts: int = ATTEMPTS
-    ) -> Answer:
-        episode = self._episodes.pop(where, None)
+    def _answered(self, where: Where, prompt: Prompt, response: Response, room: int) -> Answer:
+        with self._lock:
+            episode = self._episodes.pop(where, None)
+        episode, answer = episode or self._replayed(prompt, response), None
         try:
-            episode = episode or self._replayed(prompt, response)
-            return self._next(where, episode, response, room)
-        except EnvironmentFailed:
-            if episode:
-                in_thread(episode.close)
-            if attempts == 1:
-                raise
-        return self._answered(where, prompt, response, room, attempts - 1)
+            answer = self._next(episode, response, room)
+        finally:
+            with self._lock:
+                goes_on = not (answer is None or isinstance(answer, End) or self._lets_go(where))
+                if goes_on:
+                    self._episodes[where] = episode
+            if not goes_on:
+                in_thread(functools.partial(self._close, episode))
+        return answer
 
     def _replayed(self, prompt: Prompt, response: Response) -> Episode:
         """Begins an episode anew and repeats its turns but for the last.
@@ -134,28 +171,33 @@ class Environments:
         a tool that took too long: it may answer now.
         """
         factory, turns_T = self._factories[prompt.key], response.turns_T
-        episode = Episode(factory, prompt.example, self._tokenizer.tool_calls)
-        for turn_T, answer_T in zip(turns_T[:-1:2], turns_T[1::2], strict=True):
-            text = self._text(turn_T)
-            messages = episode.answer(text)
-            found = self._tokenizer.between(messages, int(turn_T[-1])) if messages else []
-            same = list(found) == answer_T.tolist()
-            if not same and TIMED_OUT not in self._text(answer_T):
-                raise EnvironmentFailed(
-                    f"{factory.name} answers {messages!r:.200} to a turn to which it answered "
-                    f"{self._text(answer_T)!r:.200} before: it has to be the same each time"
-                )
-            episode.said += _said(text, messages)
+        with contextlib.ExitStack() as on_failure:
+            self._may_open.acquire()
+            on_failure.callback(self._may_open.release)
+            episode = Episode(factory, prompt.example, self._tokenizer.tool_calls)
+            on_failure.enter_context(episode)
+            for turn_T, answer_T in zip(turns_T[:-1:2], turns_T[1::2], strict=True):
+                text = self._text(turn_T)
+                messages = episode.answer(text)
+                tokens = self._between(episode, messages, turn_T) if messages else []
+                same = list(tokens) == answer_T.tolist()
+                if not same and TIMED_OUT not in self._text(answer_T):
+                    raise EnvironmentFailed(
+                        f"{factory.name} answers {messages!r:.200} to a turn to which it answered "
+                        f"{self._text(answer_T)!r:.200} before: it has to be the same each time"
+                    )
+                episode.said += _said(text, messages)
+            on_failure.pop_all()
         return episode
 
-    def _next(self, where: Where, episode: Episode, response: Response, room: int) -> Answer:
-        stopped, text = response.stopped, self._text(response.turns_T[-1])
+    def _next(self, episode: Episode, response: Response, room: int) -> Answer:
+        stopped, turn_T = response.stopped, response.turns_T[-1]
+        text = self._text(turn_T)
         messages = episode.answer(text) if stopped else []
         if messages and episode.turns < self._max_turns:
-            tokens = self._tokenizer.between(messages, int(response.tokens_T[-1]))
+            tokens = self._between(episode, messages, turn_T)
             if len(tokens) < room:
                 episode.said += _said(text, messages)
-                self._episodes[where] = episode
                 return tokens
             stopped = False
         episode.said += _said(text, ())
@@ -164,6 +206,9 @@ class Environments:
         measures["turns"] = float(len(response.turns_T[::2]))
         measures["environment_tokens"] = float(np.sum(~response.sampled_T))
         return End(stopped, measures, verdict, episode.said)
+
+    def _between(self, episode: Episode, messages: Sequence[Message], turn_T) -> list[int]:
+        return self._tokenizer.between(messages, int(turn_T[-1]), *episode.calls)
 
     def _text(self, tokens_T: np.ndarray) -> str:
         return self._tokenizer.decode(tokens_T.tolist())

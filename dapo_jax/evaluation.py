@@ -73,7 +73,7 @@ def share_interval(share_P, *, samples: int) -> tuple[float, float]:
 def summarize(groups: Sequence[Group], same=by_text) -> dict[str, float]:
     """Summarizes one set from its groups of k responses: scores are means over problems.
 
-    same: as of `majority_is_correct`.
+    same: as of `majority_is_correct`; None: there are no answers, and no maj@k.
 
     "interval/low" and "interval/high" bound mean@k over other problems of the kind (95 %; a problem
     is a cluster of responses, arXiv 2411.00640, section 2.2).
@@ -84,18 +84,18 @@ def summarize(groups: Sequence[Group], same=by_text) -> dict[str, float]:
     responses = [response for group in groups for response in group.responses]
     powers = [2**i for i in range(1, k.bit_length()) if 2**i < k] + [k]
     low, high = share_interval(correct_PK.mean(axis=1), samples=correct_PK.size)
-    majority_P = [majority_is_correct(group.grades[1], same) for group in groups]
+    majority_P = [majority_is_correct(group.grades[1], same) for group in groups if same]
     passed = {n: [pass_at_k(k, int(c), n) for c in correct_PK.sum(axis=1)] for n in powers}
     return {
         f"mean@{k}": float(correct_PK.mean()),
-        f"maj@{k}": float(np.mean(majority_P)),
+        **({f"maj@{k}": float(np.mean(majority_P))} if same else {}),
         **{f"pass@{n}": float(np.mean(passed_P)) for n, passed_P in passed.items()},
         "interval/low": low,
         "interval/high": high,
         "problems": len(groups),
         "response_tokens/mean": float(length_PK.mean()),
         "truncated_fraction": float(1 - np.mean([group.stopped_G for group in groups])),
-        "no_answer_fraction": float(np.mean([r.verdict.prediction is None for r in responses])),
+        "no_answer_fraction": float(np.mean([r.verdict.has_no_answer for r in responses])),
         **{f"{TASK}{name}": mean for name, mean in mean_measures(responses).items()},
     }
 

@@ -38,11 +38,16 @@ class StepPlan:
     max_tokens: int
     dynamic_sampling: bool = True
     partial_rollout_steps: int = 0
-    success: Callable[[Group], np.ndarray] = operator.attrgetter("correct_G")
+    success: Callable[[Group], np.ndarray] = operator.attrgetter("success_G")
 
     def counts(self, group: Group) -> bool:
-        """Returns whether some but not all is a success (Eq. 11); True without dynamic sampling."""
-        return not self.dynamic_sampling or bool(informative_groups(self.success(group)[None])[0])
+        """Returns whether some but not all is a success (Eq. 11); without dynamic sampling all do.
+
+        A group of which an environment failed never counts.
+        """
+        if group.is_left_out or not self.dynamic_sampling:
+            return not group.is_left_out
+        return bool(informative_groups(self.success(group)[None])[0])
 
 
 def collect(
@@ -90,7 +95,7 @@ def collect(
         if keeps:
             order.add(grading.exchange([]))
     sampled, end, go_on = order.result()
-    success_PG = np.stack([plan.success(group) for group in sampled])
+    success_PG = np.stack([plan.success(group) & (not group.is_left_out) for group in sampled])
     # In prompt order, whichever was ready first: that favours no length.
     kept = np.flatnonzero([plan.counts(group) for group in sampled])[: plan.num_prompts]
     requests, seconds = order.issued * plan.group_size, session.stats.seconds | grading.seconds
@@ -266,11 +271,11 @@ def continued(
 def success_by(filter_groups: str, **overlong) -> Callable[[Group], np.ndarray]:
     """Returns what the filter of dynamic sampling looks at: a group -> bool [G].
 
-    "correctness": Eq. 11's. "reward": a shaped reward above the lowest of the group.
+    "correctness": `Group.success_G`. "reward": a shaped reward above the lowest of the group.
     """
 
     def by_reward(group: Group) -> np.ndarray:
         reward_G = shaped_reward(group.correct_G, group.score_G, group.length_G, **overlong)
         return above_lowest(reward_G[None])[0]
 
-    return {"correctness": operator.attrgetter("correct_G"), "reward": by_reward}[filter_groups]
+    return {"correctness": operator.attrgetter("success_G"), "reward": by_reward}[filter_groups]

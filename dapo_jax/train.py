@@ -73,7 +73,7 @@ def rl_step(run: start.Run, step: int, state: learner.TrainState, progress: Prog
     reward_PG = reward(run.config, rollouts)  # correctness (Eq. 7) and length (Eq. 13)
     # Compared inside each group (Eq. 9), by a row of losses.ADVANTAGES.
     scale = run.config.algo.advantage_scale
-    advantage_PG = losses.advantages(reward_PG, rollouts.kept, rollouts.length_PG, scale=scale)
+    advantage_PG = losses.advantages(reward_PG, rollouts.kept, rollouts.sampled_PG, scale=scale)
     run.record.rollouts(step, rollouts, reward_PG)  # written behind the updates
 
     # One mini-batch of the kept groups after the other (Eq. 8, 10 and 12).

@@ -24,7 +24,8 @@ class Example:
     """One problem of a task and its ground truth.
 
     source: name of the file, or of the generator. row: line of a jsonl file counted from 1, else
-    row counted from 0. extra: what else the task needs to grade a response.
+    row counted from 0. extra: what else the task needs to grade a response. opening: what its
+    environment says first, the end of its prompt; None: it has not been asked.
     """
 
     prompt: tuple[Message, ...]
@@ -32,6 +33,7 @@ class Example:
     source: str
     row: int
     extra: Any = None
+    opening: str | None = None
 
     @property
     def text(self) -> str:
@@ -51,14 +53,16 @@ class Prompt:
     key: str = ""
 
 
-# Statuses of a `Verdict` without one on the answer.
-GAVE_UP = ("too_large", "timeout", "memory", "crashed")
+# Statuses of a `Verdict` without one on the answer; the last: its environment failed.
+LEFT_OUT = "left_out"
+GAVE_UP = ("too_large", "timeout", "memory", "crashed", LEFT_OUT)
+REWARDED = "rewarded"  # by an environment that does not say what is right
 
 
 class Verdict(NamedTuple):
     """The grade of one response.
 
-    correct: whether it counts as right; dynamic sampling (Eq. 11) looks at nothing else.
+    correct: whether it counts as right; dynamic sampling (Eq. 11) looks at it (`Group.success_G`).
     prediction: the answer found in the response, in the normal form of the rules; None where there
     is none. status: a word for why. score: the reward of a task with a graded one; None: Eq. 7's,
     +1 for a correct response and -1 for any other. measures: numbers of the task's own, by name;
@@ -70,6 +74,11 @@ class Verdict(NamedTuple):
     status: str
     score: float | None = None
     measures: Mapping[str, float] | None = None
+
+    @property
+    def has_no_answer(self) -> bool:
+        """Returns whether no answer was found; an environment looks for none."""
+        return self.prediction is None and self.status not in ("correct", "wrong", REWARDED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,9 +117,18 @@ class Response:
         return np.split(self.tokens_T, np.flatnonzero(np.diff(self.sampled_T)) + 1)
 
     @property
+    def sampled_tokens(self) -> int:
+        """Counts the tokens that a policy sampled."""
+        return self.sampled_before(len(self.tokens_T))
+
+    @property
     def stale_tokens(self) -> int:
-        """Counts the tokens that earlier policies sampled, the first ones."""
-        return max(self.ends, default=0)
+        """Counts the tokens that earlier policies sampled."""
+        return self.sampled_before(max(self.ends, default=0))
+
+    def sampled_before(self, end: int) -> int:
+        """Counts the sampled ones of the first so many tokens."""
+        return end - (0 if self.given_T is None else int(self.given_T[:end].sum()))
 
     def continued(self) -> "Response":
         """The response, ended or not, as the next step finds it.
@@ -160,6 +178,21 @@ class Group:
         return np.array([response.stopped for response in self.responses])
 
     @property
+    def is_left_out(self) -> bool:
+        """Returns whether an environment failed, so that the group teaches nothing."""
+        return any(response.verdict.status == LEFT_OUT for response in self.responses)
+
+    @property
+    def success_G(self) -> np.ndarray:
+        """What dynamic sampling looks at (Eq. 11): correctness.
+
+        Where environments say no more than a reward: one above the group's lowest.
+        """
+        if all(response.verdict.status == REWARDED for response in self.responses):
+            return self.score_G > self.score_G.min()
+        return self.correct_G
+
+    @property
     def correct_G(self) -> np.ndarray:
         """Raw correctness of each response."""
         return np.array([response.verdict.correct for response in self.responses])
@@ -184,8 +217,8 @@ class PartialGroup:
 
     @property
     def tokens(self) -> int:
-        """Counts the tokens there are."""
-        return sum(len(response.tokens_T) for response in self.responses)
+        """Counts the tokens that were sampled."""
+        return sum(response.sampled_tokens for response in self.responses)
 
 
 @dataclasses.dataclass
@@ -254,9 +287,15 @@ class Rollouts:
         return np.stack([group.length_G for group in self.sampled])
 
     @property
+    def sampled_PG(self) -> np.ndarray:
+        """Tokens of everything sampled but those of environments, which have no loss."""
+        counts = [[it.sampled_tokens for it in group.responses] for group in self.sampled]
+        return np.array(counts)
+
+    @property
     def kept_tokens(self) -> int:
         """Response tokens that the update trains on."""
-        return int(sum(self.sampled[p].length_G.sum() for p in self.kept))
+        return int(self.sampled_PG[self.kept].sum())
 
 
 Ints = Annotated[Any, np.dtype(np.int32)]

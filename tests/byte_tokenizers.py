@@ -2,7 +2,7 @@
 
 import tokenizers
 
-from dapo_jax.tasks.tokenizer import load_tokenizer
+from dapo_jax.tasks.tokenizer import PlainText, load_tokenizer
 
 WHOLE = {"tokenize": True, "add_generation_prompt": True, "return_dict": False}  # transformers'
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -35,17 +35,12 @@ def user(text):
     return [{"role": "user", "content": text}]
 
 
-class Letters:
+class Letters(PlainText):
     """A tokenizer of letters, whose stop token is 0; its template begins no answer."""
-
-    opening = ""
 
     def decode(self, ids):
         return "".join(chr(id) for id in ids if id)
 
-    def tool_calls(self, text, tools):
-        return ()
-
-    def between(self, messages, stop_id):
+    def between(self, messages, stop_id, *made):
         assert stop_id == 0
         return [ord(letter) for message in messages for letter in message["content"]]

@@ -8,6 +8,7 @@ import pytest
 
 from configs import tiny
 from dapo_jax.logs.alarms import REPEAT_STEPS, Alarms, cap_advice
+from dapo_jax.types import Group, Prompt, Response, Rollouts, RolloutStats, Verdict
 
 # A step of the main job.
 HEALTHY = {
@@ -130,6 +131,15 @@ def test_a_run_stops_where_the_sampler_gives_no_finite_numbers():
     assert not why[0] and "100% of the responses" in why[1]
 
 
+TOKEN = np.zeros(1, np.int32)
+
+
+def rollouts_of(responses):
+    """Rollouts of one group, which is not kept."""
+    group, none = Group(0, Prompt(TOKEN), tuple(responses)), np.zeros(0, int)
+    return Rollouts([group], none, np.zeros(1, bool), 1, 1, RolloutStats())
+
+
 @pytest.mark.parametrize(
     ("right", "answered", "words"),
     [(0, 0, "answer that is found"), (1, 1, "Raise rollout.max"), (200, 200, "solves these")],
@@ -138,9 +148,18 @@ def test_the_advice_at_the_generation_cap_is_for_what_was_sampled(right, answere
     """One right answer of 200 says that answers are found."""
     responses = []
     for i in range(200):
-        verdict = types.SimpleNamespace(prediction="1" if i < answered else None)
-        responses.append(types.SimpleNamespace(stopped=True, verdict=verdict))
-    sampled = [types.SimpleNamespace(responses=responses)]
-    correct_PG = np.arange(200)[None] < right
-    rollouts = types.SimpleNamespace(sampled=sampled, correct_PG=correct_PG)
-    assert words in cap_advice(tiny.get_config(), rollouts)
+        prediction = "1" if i < answered else None
+        verdict = Verdict(i < right, prediction, "wrong" if prediction else "no_answer")
+        responses.append(Response(TOKEN, TOKEN, stopped=True, verdict=verdict))
+    assert words in cap_advice(tiny.get_config(), rollouts_of(responses))
+
+
+@pytest.mark.parametrize(
+    ("status", "scores", "words"),
+    [("wrong", (0.5, 1.0), "algo.filter_groups=reward"), ("left_out", (0.0, 1.0), "Environments")],
+)
+def test_the_advice_at_the_generation_cap_of_episodes(status, scores, words):
+    """Graded rewards of one correctness were said to want harder problems."""
+    verdicts = (Verdict(True, None, status, score) for score in scores)
+    responses = [Response(TOKEN, TOKEN, stopped=True, verdict=verdict) for verdict in verdicts]
+    assert words in cap_advice(tiny.get_config(), rollouts_of(responses))

@@ -42,9 +42,10 @@ from dapo_jax.logs.files import read_zipped_rows
 from dapo_jax.logs.record import rollout_rows, samples
 from dapo_jax.sampler import session as session_module
 from dapo_jax.sampler.session import LONG_ANSWER, Session, Stream
+from dapo_jax.tasks import calls
 from dapo_jax.tasks.base import graded
 from dapo_jax.tasks.datasets import load_dataset
-from dapo_jax.tasks.environments import EnvironmentFailed, Episode, Factory, tool_calls
+from dapo_jax.tasks.environments import EnvironmentFailed, Episode, Factory
 from dapo_jax.types import Example, Group, PartialGroup, Prompt, Response
 from experiments.tasks import textarena
 from experiments.tasks.guess import Guess, Guesses, Silent
@@ -406,12 +407,16 @@ def test_a_game_of_textarena_is_drawn_by_its_seed_alone(monkeypatch):
 
 def test_the_forms_of_calls_are_read():
     one = {"name": "f", "arguments": {"x": 1}}
-    assert tool_calls(call("f", x=1)) == [one]
-    assert tool_calls(f"<tool_call>[{json.dumps(one)}, {json.dumps(one)}]</tool_call>") == [one] * 2
-    assert tool_calls('{"name": "f", "parameters": {"x": 1}}') == [one]
-    assert tool_calls("f(x=1)") == []
-    (wrong,) = tool_calls('<tool_call>{"name": "f", "arguments": 1}')
+    assert calls.either(call("f", x=1)) == [one]
+    assert calls.tagged(f"<tool_call>{json.dumps([one, one])}</tool_call>") == [one] * 2
+    llama = '{"name": "f", "parameters": {"x": 1}}'
+    assert calls.bare(f"<|python_tag|>{llama}") == calls.either(llama) == [one]
+    assert calls.either("f(x=1)") == calls.either('{"name": "Alice"}') == []
+    (wrong,) = calls.either('<tool_call>{"name": "f", "arguments": 1}')
     assert wrong == "the arguments of f have to be an object"
+    thought = f"<think>{call('f', x=1)}"
+    assert calls.said(f"{thought}</think>so") == "so" and calls.said(thought) == ""
+    assert calls.said(call("f", x=1), "<think>\n") == ""
 
 
 # Qwen3.5's calls are no JSON; the other's are.
@@ -698,12 +703,11 @@ def test_a_file_for_an_environment_has_columns_and_needs_no_answer(tmp_path):
     rows = [{"prompt": "Go", "secret": n} for n in (3, 4, 4)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     how = {"path": str(tmp_path / "rows.jsonl"), "environment": "tests.test_episodes:Tools"}
-    tokenizer = Letters()
-    tokenizer.rewrites_turns = lambda: True
-    tokenizer.encode_chat = lambda messages, tools=(): [ord(it) for it in messages[0]["content"]]
+    tokenizer = load(folder_of(QWEN3, IM, tmp_path), chat="template")
     loaded = load_dataset("data.train", set_of(**how), tokenizer, max_prompt_tokens=99)
     texts = [tokenizer.decode(p.token_ids) for p in loaded.prompts]
-    assert texts == ["Go for 3 steps", "Go for 4 steps"]
+    header, tail = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
+    assert texts == [f"{header}Go for {n} steps{tail}" for n in (3, 4)]
     assert [p.example.extra["secret"] for p in loaded.prompts] == [3, 4]
     no_tools, rewritten = loaded.report.lines()[-2:]
     assert "shows no tools" in no_tools and "rewrites earlier turns" in rewritten

@@ -4,6 +4,7 @@ That a start refuses another run, and changes nothing, is in test_start.py.
 """
 
 import copy
+import datetime
 import json
 import sys
 import types
@@ -153,6 +154,12 @@ def test_extras_that_are_no_json_have_a_digest_that_is_the_same_each_time():
 
     assert digest(object()) == digest(object())
     assert digest(np.arange(3)) != digest(np.arange(4))
+    a_set, another = ({"words": frozenset(words)} for words in ("ab", "cd"))
+    assert digest(a_set) == digest({"words": frozenset("ba")}) != digest(another)
+    board = {(0, 1): "x", 1: types.SimpleNamespace(left=3), "day": datetime.date(2026, 1, 2)}
+    assert digest(board) == digest(dict(reversed(board.items())))
+    for key, value in (((0, 1), "o"), (1, types.SimpleNamespace(left=4)), ("day", None)):
+        assert digest(board) != digest(board | {key: value})
 
 
 def test_a_run_of_an_older_version_goes_on():

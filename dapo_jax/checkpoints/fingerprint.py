@@ -174,8 +174,8 @@ def of_prompts(prompts: Sequence[Prompt]) -> dict:
     digest, ids = hashlib.sha256(), hashlib.sha256()
     for prompt in prompts:
         example = prompt.example
-        content = [[dict(message) for message in example.prompt], example.answer, example.extra]
-        digest.update(json.dumps(content, sort_keys=True, default=_plain).encode())
+        content = [[dict(it) for it in example.prompt], example.answer, _plain(example.extra)]
+        digest.update(json.dumps(content, sort_keys=True).encode())
         ids.update(prompt.token_ids.astype(np.int32).tobytes())
     texts, ids = digest.hexdigest()[:32], ids.hexdigest()[:32]
     return {"prompts": len(prompts), "digest": texts, "ids": ids}
@@ -192,8 +192,21 @@ def _key(name: str, settings: Mapping) -> str:
 
 
 def _plain(value) -> object:
-    """Stands for what JSON does not have: arrays' values, the type of anything else."""
-    return value.tolist() if hasattr(value, "tolist") else type(value).__name__
+    """Makes JSON of a value: of arrays and objects what they hold, sets in order, keys as texts."""
+    if isinstance(value, str | int | float | None):
+        return value
+    if isinstance(value, Mapping):
+        return {k if isinstance(k, str) else repr(k): _plain(it) for k, it in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(it) for it in value]
+    if isinstance(value, set | frozenset):
+        return sorted((_plain(it) for it in value), key=repr)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if hasattr(value, "__dict__"):
+        return [type(value).__name__, _plain(vars(value))]
+    # Python's own text of an object has its address.
+    return type(value).__name__ if type(value).__repr__ is object.__repr__ else repr(value)
 
 
 def parent_of(workdir: pathlib.Path, given: Parent | None) -> Parent | None:

@@ -35,7 +35,11 @@ def run(main: Callable[[list[str]], None]) -> None:
             # At once: what could not be written would fail again at the regular end, in tracebacks.
             hosts.leave(f"error: {line}\n(--debug shows where)", status)
 
-    app.run(guarded, flags_parser=parse_flags)
+    try:
+        app.run(guarded, flags_parser=parse_flags)
+    except SystemExit as ended:
+        hosts.leave_threads(ended.code)
+        raise
 
 
 def parse_flags(argv: list[str]) -> list[str]:

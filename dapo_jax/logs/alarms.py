@@ -32,6 +32,8 @@ SOLVED = 0.95  # of the responses
 BROKEN = 0.5  # share of responses without finite log-probabilities at which a run stops
 FORGOTTEN = 0.1  # of the first step's tool calls
 CALLS = "task/calls"
+FAILED = 0.5  # of the tool calls
+LOST = 0.05  # of the groups
 REPEAT_STEPS = 20  # an alarm that stays is said again every so many steps
 
 
@@ -150,7 +152,7 @@ ALARMS: tuple[Alarm, ...] = (
           lambda row, of: (
         f"no group has right and wrong responses, at an accuracy of {row['accuracy/mean']:.1%}: "
         "the problems are too hard or too easy for this model. Look at data.train, "
-        + of.values("model.path", "rollout.max_response_tokens")
+        + of.values("model.path", "rollout.max_response_tokens", "algo.filter_groups")
     )),
     Alarm("entropy_collapse",
           f"Entropy below alarms.min_entropy, or {COLLAPSED:.0%} of the first step's.",
@@ -174,6 +176,21 @@ ALARMS: tuple[Alarm, ...] = (
         " the policy has given up its tools. Does the reward need them? Look at data.train, "
         + of.values("learner.learning_rate")
     )),
+    Alarm("failed_calls", f"More than {FAILED:.0%} of the tool calls failed.",
+          lambda row, of: row.get("task/failed_calls", 0) > FAILED * row.get(CALLS, 0),
+          lambda row, of: (
+        f"{row['task/failed_calls'] / row[CALLS]:.0%} of the tool calls failed, "
+        f"{row['task/timeouts'] / row[CALLS]:.0%} by time. Are the errors the model's? "
+        "rollouts/*.jsonl.gz has what it read; look at "
+        + of.values("rollout.environment_seconds")
+    )),
+    Alarm("left_out", f"Environments failed in more than {LOST:.0%} of the groups.",
+          lambda row, of: row.get("verdicts/left_out", 0) > LOST * row["groups/sampled"],
+          lambda row, of: (
+        f"{row['verdicts/left_out']} episodes of {row['groups/sampled']} groups failed, which no "
+        "update trains on; rollouts/*.jsonl.gz says why. Look at "
+        + of.values("rollout.on_environment_failure", "rollout.environment_seconds")
+    )),
     Alarm("ratio_gap", f"ratio_gap over alarms.max_ratio_gap (0: {RATIO_GAP}).",
           lambda row, of: row.get("ratio_gap", 0.0) > of.ratio_gap, lambda row, of: (
         f"sampler and learner disagree: the first update's ratio is off by {row['ratio_gap']:.2g} "
@@ -189,8 +206,13 @@ def cap_advice(config: ConfigDict, rollouts: Rollouts) -> str:
     """Says what to do where the cap on generation left too few informative groups."""
     responses = [r for group in rollouts.sampled for r in group.responses]
     cut = np.mean([not r.stopped for r in responses])
-    share = np.mean([r.verdict.prediction is None for r in responses])
+    share = np.mean([r.verdict.has_no_answer for r in responses])
     right = rollouts.correct_PG.mean()
+    if any(group.is_left_out for group in rollouts.sampled):
+        return "Environments failed in some of them (rollout.on_environment_failure)"
+    score_PG = rollouts.score_PG[~rollouts.informative]
+    if (np.ptp(score_PG, axis=1) > 0).any() and config.algo.filter_groups != "reward":
+        return "Rewards differ in groups of one correctness: algo.filter_groups=reward takes them"
     if right == 0 and max(cut, share) >= ANSWERLESS:
         return _no_answer_advice(config, cut, share)
     if right >= SOLVED:

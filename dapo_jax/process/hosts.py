@@ -21,6 +21,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -40,6 +41,7 @@ HEARTBEAT_SECONDS = 12
 WAITING_SECONDS = 10.0  # between the lines of a process that waits for the others to start
 END = "end"  # key: how all processes end
 PARTING_SECONDS = 3.0  # for the store, which may be gone, and for others to read it before it is
+THREADS_SECONDS = 8.0  # for threads to end behind a command
 # How a collective, the key-value store or a TPU says that another process is not there any more. A
 # compiler's errors are pages of operations, an optimization_barrier among them.
 GLOO = re.compile(r"[A-Z_]+: .*[Gg]loo", re.DOTALL)  # a ValueError
@@ -266,6 +268,26 @@ def leave(line: str, status: int, *, say: Callable[[str], None] | None = None) -
     if started() and distributed.global_state.process_id == 0:
         time.sleep(PARTING_SECONDS)  # JAX aborts who still runs without the store
     os._exit(status)
+
+
+def leave_threads(code: str | int | None) -> None:
+    """Ends this process, some seconds from here, where Python then still waits for threads.
+
+    It does for a pool that a tool has made, and that hangs. The command is over, and all is saved:
+    exit handlers come behind the threads. code: a SystemExit's.
+    """
+
+    def leave_them():
+        time.sleep(THREADS_SECONDS)
+        frame = sys._current_frames().get(threading.main_thread().ident)
+        stack = (it.f_code for it, _ in traceback.walk_stack(frame))
+        if frame and threading._shutdown.__code__ in stack:
+            if started():
+                distributed.global_state.shutdown()
+            status = code if isinstance(code, int) else int(code is not None)
+            leave("threads that do not end are left behind", status)
+
+    threading.Thread(target=leave_them, name="end", daemon=True).start()
 
 
 @contextlib.contextmanager

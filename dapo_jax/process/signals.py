@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from typing import ClassVar
 
 from dapo_jax.process import hosts
 
@@ -23,8 +24,11 @@ class Signals:
     """Calls `stop`, which may not wait, with the first signal's name; the main thread enters it.
 
     A thread of its own listens: the main one may be in a compiler or wait for devices for minutes.
-    Inside another one, this one has the signals until it is left.
+    Inside another one, this one has the signals until it is left. A process that is forked inside,
+    as by a tool that limits code, has Python's own handlers.
     """
+
+    inside: ClassVar[list["Signals"]] = []  # the newest last
 
     def __init__(self, stop: Callable[[str], None]):
         self._stop = stop
@@ -41,17 +45,30 @@ class Signals:
             for number in SIGNALS
             if signal.getsignal(number) is not signal.SIG_IGN
         }
+        Signals.inside.append(self)
         self._listener = threading.Thread(target=self._listen, name="listener", daemon=True)
         self._listener.start()
         return self
 
     def __exit__(self, *_) -> None:
+        Signals.inside.remove(self)
         signal.set_wakeup_fd(self._former_fd)
         for number, handler in self._former.items():
             signal.signal(number, handler)
         os.close(self._wakeup)  # which ends the listener
         self._listener.join()
         os.close(self._signals)
+
+    @staticmethod
+    def forget_in_child() -> None:
+        """Gives a forked process Python's own handlers: the pipe is its parent's."""
+        for entered in Signals.inside:
+            signal.set_wakeup_fd(-1)
+            for number in entered._former:
+                is_interrupt = number == signal.SIGINT
+                signal.signal(
+                    number, signal.default_int_handler if is_interrupt else signal.SIG_DFL
+                )
 
     def settle(self) -> None:
         """Returns when the signals that have come are taken."""
@@ -73,6 +90,9 @@ class Signals:
         elif number == signal.SIGINT and now - self._first_at > AGAIN_SECONDS:
             os.write(2, b"SIGINT again: ended at once, without a save\n")
             os._exit(AT_ONCE)
+
+
+os.register_at_fork(after_in_child=Signals.forget_in_child)
 
 
 def end_command(name: str) -> None:

@@ -50,6 +50,14 @@ def samples(runs: Mapping[str, Run]) -> list[list[str]]:
     ]
 
 
+def outcome(row: Mapping) -> str:
+    """Says what a response was graded as; an environment looks for no answer in it."""
+    grade = "right" if row["correct"] else "truncated" if row["truncated"] else "wrong"
+    if row["prediction"] is None and row["status"] != "no_answer":
+        return grade
+    return f"{grade}: {row['prediction']}, answer {row['ground_truth']}"
+
+
 def _responses(path: pathlib.Path) -> list[list[str]]:
     rows = []
     with contextlib.suppress(EOFError, OSError, ValueError, zlib.error):  # cut or broken: its start
@@ -59,8 +67,7 @@ def _responses(path: pathlib.Path) -> list[list[str]]:
         [
             shortened(problem_of(row["prompt"]).strip(), limit=SHOWN_CHARS),
             shortened(conversation(row.get("turns") or ()) or row["response"], limit=SHOWN_CHARS),
-            f"{'right' if row['correct'] else 'truncated' if row['truncated'] else 'wrong'}: "
-            f"{row['prediction']}, answer {row['ground_truth']}",
+            outcome(row),
             f"{row['tokens']:,}",
             f"{row['reward']:.3g}",
         ]

@@ -51,6 +51,12 @@ def _of_config(config: ConfigDict) -> Conditions:
         f"rollout.max_prompt_tokens + max_response_tokens - 1 = {longest}",
     )
 
+    yield (
+        not (r.open_environments and r.partial_rollout_steps),
+        f"rollout.open_environments = {r.open_environments}, but episodes that go on in the next "
+        "step (rollout.partial_rollout_steps) stay open: set one of the two to 0",
+    )
+
 
 def _of_algorithm(config: ConfigDict) -> Conditions:
     r, a = config.rollout, config.algo

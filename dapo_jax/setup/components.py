@@ -238,7 +238,9 @@ def load_data(
 def environments(config: ConfigDict, data: Data, tokenizer: Tokenizer) -> Environments | None:
     """Makes what answers the turns of a session's episodes; None where no set has any."""
     found = {it.prompts[0].key: it.environment for it in data.sets.values() if it.environment}
-    return Environments(found, tokenizer, max_turns=config.rollout.max_turns) if found else None
+    r = config.rollout
+    how = {"on_failure": r.on_environment_failure, "most_open": r.open_environments}
+    return Environments(found, tokenizer, max_turns=r.max_turns, **how) if found else None
 
 
 def overlong(config: ConfigDict) -> dict[str, float]:

@@ -1,17 +1,23 @@
 """Data sets: a task's examples as tokenized prompts, and the endless stream that training reads."""
 
+import concurrent.futures
 import dataclasses
 import functools
+import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 import grain
 import numpy as np
 
 from dapo_jax.tasks.base import graded, load_examples, make_task
-from dapo_jax.tasks.environments import Factory
-from dapo_jax.tasks.rows import DataError, DataReport, by_text
+from dapo_jax.tasks.environments import EnvironmentFailed, Factory, retried
+from dapo_jax.tasks.rows import UNANSWERED, DataError, DataReport, by_text
 from dapo_jax.tasks.tokenizer import Tokenizer
 from dapo_jax.types import Example, Group, Prompt
+
+BEGUN_AT_ONCE = 8  # episodes, while data is read
+SAY_SECONDS = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,14 +25,15 @@ class Dataset:
     """Holds the prompts of a task, and how it grades their responses.
 
     grade: decodes and grades the responses of a group. report: accounts for each row of the data.
-    same: tells which pairs of predictions are one answer, for their votes. environment: makes what
-    answers its episodes' turns. k: responses to each prompt of an evaluation set.
+    same: tells which pairs of predictions are one answer, for their votes; None: there are no
+    predictions. environment: makes what answers its episodes' turns. k: responses to each prompt of
+    an evaluation set.
     """
 
     prompts: list[Prompt]
     grade: Callable[[Group], Group]
     report: DataReport
-    same: Callable[[Sequence[tuple[str, str]]], list[bool]] = by_text
+    same: Callable[[Sequence[tuple[str, str]]], list[bool]] | None = by_text
     environment: Factory | None = None
     k: int | None = None
 
@@ -55,20 +62,17 @@ def load_dataset(
         environment, tools, notes = None, None, [*report.notes]
         if name := settings["environment"]:
             environment = Factory.of(key, name, environment_seconds)
-            examples = [environment.introduced(example) for example in examples]
             tools = environment.schemas()
-            first = examples[0].prompt if examples and tools else ()
-            if first and tokenizer.encode_chat(first, tools) == tokenizer.encode_chat(first):
-                call = '<tool_call>{"name": ..., "arguments": {...}}</tool_call>'
-                notes.append(f"the chat template shows no tools: tell of them in prompts ({call})")
-            if tokenizer.rewrites_turns():
-                notes.append("the chat template rewrites earlier turns: here they stay as sampled")
-        prompts, overlong = tokenize(
-            examples, tokenizer, key, max_prompt_tokens=max_prompt_tokens, tools=tools
-        )
+            notes += tokenizer.check_turns(with_tools=not environment.is_stepped)
+        limit = {"max_prompt_tokens": max_prompt_tokens, "tools": tools}
+        prompts, overlong = tokenize(examples, tokenizer, key, **limit)
         if 0 < (most := settings["max_prompts"]) < len(prompts):
             notes.append(f"the first {most:,} of {len(prompts):,} usable prompts (max_prompts)")
             prompts = prompts[:most]
+        if environment and prompts:
+            environment, examples = begun(environment, [it.example for it in prompts], key)
+            prompts, longer = tokenize(examples, tokenizer, key, **limit)
+            overlong += longer
         lengths = [len(prompt.token_ids) for prompt in prompts]
         report = dataclasses.replace(
             report,
@@ -91,7 +95,45 @@ def load_dataset(
         raise type(error)(f"{key}{'.' if named else ': '}{error}") from error
     grade = functools.partial(graded, task=task, tokenizer=tokenizer)
     same = getattr(task, "same", by_text)
+    if environment and environment.judges is not False:
+        same = None
     return Dataset(prompts, grade, report, same, environment, settings.get("k"))
+
+
+def begun(factory: Factory, examples: Sequence[Example], key: str) -> tuple[Factory, list[Example]]:
+    """Begins an episode of each example, some at once, and closes it.
+
+    Returns (the factory that knows who judges, the examples with what is said first). Raises
+    DataError where one does not begin, or where the task is to judge and has no answer.
+    """
+
+    def introduced(example: Example) -> Example:
+        return _named(example, lambda: factory.introduced(example))
+
+    def _named(example: Example, call: Callable):
+        try:
+            return retried(factory.seconds, call)
+        except EnvironmentFailed as error:
+            raise DataError(f"{example.source}, row {example.row}: {error}") from error
+
+    said_at, ready = time.monotonic(), []
+    with concurrent.futures.ThreadPoolExecutor(BEGUN_AT_ONCE) as pool:
+        for example in pool.map(introduced, examples):
+            ready.append(example)
+            if time.monotonic() - said_at > SAY_SECONDS:
+                said_at = time.monotonic()
+                progress = f"{key}: {len(ready):,} of {len(examples):,} episodes were begun"
+                print(progress, file=sys.stderr, flush=True)
+    judges = _named(ready[0], lambda: factory.judges_in(ready[0]))
+    if no_answer := next((it for it in ready if it.answer == UNANSWERED), None):
+        if judges is False:
+            why = getattr(no_answer.extra, "why", "")
+            raise DataError(
+                f"{no_answer.source}, row {no_answer.row} has no answer ({why}), and "
+                f"{factory.name} has no reward: give it get_reward, or set answer_field or kind"
+            )
+        judges = True
+    return dataclasses.replace(factory, judges=judges), ready
 
 
 def with_system(example: Example, text: str) -> Example:
@@ -119,7 +161,11 @@ def tokenize(
     """
     prompts = []
     for example in examples:
-        token_ids = tokenizer.encode_chat(example.prompt, tools)
+        *before, last = example.prompt
+        if opening := example.opening:
+            asked = last["content"].removesuffix(opening)
+            last = {**last, "content": asked + tokenizer.plainly(opening)}
+        token_ids = tokenizer.encode_chat((*before, last), tools)
         if not token_ids:
             raise DataError(
                 f"{example.source}, row {example.row}: the prompt is empty, it has no tokens; "

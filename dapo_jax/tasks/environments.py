@@ -1,91 +1,140 @@
 r"""Environments: what answers the turns of an episode, and rewards it in the end.
 
-A data set names one in the config, `--config.data.train.environment=my_games:Guess`, a class of
-one of two contracts:
+A data set names one in the config, `--config.data.train.environment=my_games:Guess`, a class (or a
+function that makes one) of one of two contracts:
 
 * TRL's `environment_factory`: its constructor takes nothing; `reset(**columns) -> str | None`
   begins an episode, and its text goes behind the prompt's last message; every other public method
   is a tool, with type hints and a docstring that has Args. The model calls tools as its chat
   template shows them. An episode ends with the turn that calls none.
-* A stepped one (SkyRL-Gym, Gymnasium): `reset`, or SkyRL-Gym's `init`, then `step(text)` gets each
-  turn and returns what the model reads next: a text or messages; None where the episode ends;
-  SkyRL-Gym's dict of observations, reward and done, or Gymnasium's tuple of five.
+* A stepped one (SkyRL-Gym, Gym, Gymnasium): `reset`, or SkyRL-Gym's `init`, then `step(text)` gets
+  each turn and returns what the model reads next, as `step_of` reads it.
 
-Both may have `is_done() -> bool`, `get_reward() -> float` (or `reward`) and `correct`; where there
-is no reward the task grades the last turn. Methods may be async. Host only: no jax.
+Both may have `is_done() -> bool`, `get_reward() -> float` (or `reward`), `correct` and `close()`;
+where there is no reward the task grades the last turn. Methods may be async. All calls of an
+episode run in one thread, and in one event loop (`place`). Host only: no jax.
 """
 
-import asyncio
-import concurrent.futures
+import contextlib
+import copy
 import dataclasses
+import functools
 import inspect
 import json
-import re
-import threading
+import logging
+import math
+import numbers
 import types
+import zlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from dapo_jax.outside import imported
-from dapo_jax.types import Example, Message, Verdict
+from dapo_jax.tasks import calls
+from dapo_jax.tasks.calls import Call
+from dapo_jax.tasks.place import Place, tries
+from dapo_jax.types import REWARDED, Example, Message, Verdict
 
-LIFECYCLE = {"reset", "init", "step", "close", "is_done", "get_reward", "reward", "correct"}
-_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+REWARDS = ("get_reward", "reward", "correct")
+LIFECYCLE = {"reset", "init", "step", "close", "is_done", *REWARDS}
 MAX_ERROR_CHARS = 300
-TIMED_OUT = "no answer within"
+MAX_CHARS = 100_000  # of what one call says: a megabyte takes seconds to encode
+MAX_CALLS = 32  # of a turn
 
 
 class EnvironmentFailed(ValueError):
     """What failed outside a tool, or answered otherwise when it was asked again."""
 
 
+class EnvironmentRefused(EnvironmentFailed):
+    """What an environment does that cannot be read: trying again would not mend it."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Factory:
     """Makes the environments of a data set.
 
-    name: "module:Class". seconds: the longest that one call may take.
+    name: "module:Class". seconds: the longest that one call may take. judges: whether the class
+    rewards its episodes, and the task does not grade them; None: each episode shows it.
     """
 
     name: str
     make: Callable[[], Any]
     seconds: float
+    judges: bool | None = None
 
     @classmethod
     def of(cls, key: str, name: str, seconds: float) -> "Factory":
         """Imports the class that a data set's key names; ValueError where it has no contract."""
-        found = imported(f"{key}.environment = {name!r}", name)
-        if not any(callable(getattr(found, it, None)) for it in ("reset", "init")):
+        factory = cls(name, imported(f"{key}.environment = {name!r}", name), seconds)
+        if not any(callable(getattr(factory.kind, it, None)) for it in ("reset", "init")):
             raise ValueError(f"{key}.environment = {name!r}, which has neither reset nor init")
-        return cls(name, found, seconds)
+        return factory
+
+    @functools.cached_property
+    def kind(self) -> type:
+        """The class of what is made; a function is called once to see it."""
+        make = self.make
+        while isinstance(make, functools.partial):
+            make = make.func
+        if inspect.isclass(make):
+            return make
+        returned = inspect.signature(make).return_annotation
+        return (
+            returned
+            if inspect.isclass(returned) and returned is not inspect._empty
+            else type(make())
+        )
 
     @property
     def is_stepped(self) -> bool:
         """Returns whether the class is of the stepped contract."""
-        return callable(getattr(self.make, "step", None))
+        return callable(getattr(self.kind, "step", None))
 
-    @property
-    def tools(self) -> list[Callable]:
-        """Lists the tools of a class of TRL's contract."""
-        members = [] if self.is_stepped else inspect.getmembers(self.make, inspect.isroutine)
-        return [it for name, it in members if not name.startswith("_") and name not in LIFECYCLE]
+    @functools.cached_property
+    def tools(self) -> dict[str, Callable]:
+        """The tools of a class of TRL's contract, by name."""
+        members = [] if self.is_stepped else inspect.getmembers(self.kind, inspect.isroutine)
+        return {it: tool for it, tool in members if it[0] != "_" and it not in LIFECYCLE}
 
     def schemas(self) -> list[dict]:
         """Describes the tools for the chat template; ValueError for one without hints or Args."""
         from transformers.utils import get_json_schema
 
         try:
-            return [get_json_schema(_without_self(tool)) for tool in self.tools]
+            return [get_json_schema(_without_self(tool)) for tool in self.tools.values()]
         except Exception as error:
             raise ValueError(f"{self.name} has a tool without a schema: {error}") from error
 
     def introduced(self, example: Example) -> Example:
-        """Puts what a new episode says first behind the prompt's last message."""
-        text = Episode(self, example).opening
-        if not text:
-            return example
+        """Puts what a new episode says first behind the prompt's last message.
+
+        One whose `reset` is declared to return None is not begun for it.
+        """
+        reset = getattr(self.kind, "reset", None)
+        opening = ""
+        if reset is None or inspect.signature(reset).return_annotation not in (None, "None"):
+            with Episode(self, example) as episode:
+                opening = episode.opening
         *before, last = example.prompt
-        last = {**last, "content": last["content"] + text}
-        return dataclasses.replace(example, prompt=(*before, last))
+        last = {**last, "content": last["content"] + opening}
+        return dataclasses.replace(example, prompt=(*before, last), opening=opening)
+
+    def judges_in(self, example: Example) -> bool | None:
+        """Finds out in an episode of its own who judges: the class where it has a reward.
+
+        A stepped one may reward its steps: it gets an empty turn. None: that failed.
+        """
+        with Episode(self, example) as episode:
+            if hasattr(self.kind, "init") or episode.has_reward or not self.is_stepped:
+                return hasattr(self.kind, "init") or episode.has_reward
+            try:
+                episode.answer("")
+            except EnvironmentFailed:
+                return None
+            return episode.has_reward
 
 
 def _without_self(tool: Callable) -> Callable:
@@ -93,113 +142,279 @@ def _without_self(tool: Callable) -> Callable:
     return types.MethodType(tool, object()) if is_method else tool
 
 
-class Episode:
-    """One environment in the middle of an episode.
+class Episode(contextlib.AbstractContextManager):
+    """One environment in the middle of an episode, in a place of its own until it is closed.
 
-    reads(text, schemas): a turn's tool calls in the model's own form; where it finds none,
-    `tool_calls` looks. turns: how many there were; measures: of calls, those that failed and those
-    that took too long. said: what both sides have read of each other. Raises EnvironmentFailed for
-    what fails outside a tool.
+    reads(text, schemas): a turn's tool calls. turns: how many there were; calls: those of the last
+    one. measures: of calls, those that failed and those that took too long. said: what both sides
+    have read of each other. Raises EnvironmentFailed for what fails outside a tool.
     """
 
-    def __init__(self, factory: Factory, example: Example, reads=lambda text, schemas: ()):
-        self.turns, self.said = 0, []
+    def __init__(
+        self, factory: Factory, example: Example, reads=lambda text, schemas: calls.either(text)
+    ):
+        self.turns, self.said, self.calls = 0, [], []
         self.measures = dict.fromkeys(("calls", "failed_calls", "timeouts"), 0.0)
-        self._factory, self._reads, self._reward = factory, reads, None
-        columns = {"prompt": list(example.prompt), "answer": example.answer}
-        columns |= example.extra if isinstance(example.extra, Mapping) else {}
-        self._environment = self._outside(lambda: _constructed(factory.make, columns))
-        begin = getattr(self._environment, "reset", None)
-        if begin is None:
-            messages, _ = self._outside(lambda: self._environment.init(columns["prompt"]))
-            if list(messages[: len(example.prompt)]) != list(example.prompt):
-                raise EnvironmentFailed(
-                    f"{factory.name}.init replaces the prompt: it may add to it"
-                )
-            self.opening = "".join(m["content"] for m in messages[len(example.prompt) :])
+        self._factory, self._reads = factory, reads
+        self._environment, self._reward = None, None
+        self._place: Place | None = Place(f"an episode of {factory.name}")
+        try:
+            self.opening = self._begin(example)
+        except BaseException:
+            self.close()
+            raise
+
+    def __exit__(self, *error) -> None:
+        self.close()
+
+    def _begin(self, example: Example) -> str:
+        """Makes the environment and resets it; returns what it says first, as it did before."""
+        *before, last = example.prompt
+        asked = last["content"].removesuffix(example.opening or "")
+        columns = {"prompt": [*before, {**last, "content": asked}], "answer": example.answer}
+        columns |= copy.deepcopy(example.extra) if isinstance(example.extra, Mapping) else {}
+        name = self._factory.name
+        self._environment = self._outside(lambda: _constructed(self._factory.make, columns))
+        if begin := getattr(self._environment, "reset", None):
+            # The row's, so that all episodes of a group begin alike, and each replay.
+            seed = zlib.crc32(f"{example.source} {example.row}".encode())
+            arguments = _accepted(begin, columns, {"seed": seed})
+            value = self._outside(lambda: begin(**arguments))
+            if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
+                value = value[0]  # Gymnasium's observation and info
+            messages = self._read("reset", messages_of, value)
         else:
-            self.opening = self._outside(lambda: begin(**_accepted(begin, columns)))
-        if isinstance(self.opening, tuple):  # Gymnasium's observation and info
-            self.opening = self.opening[0]
-        self.opening = "" if self.opening is None else str(self.opening)
+            prompt = columns["prompt"]
+            value = self._outside(lambda: self._environment.init(copy.deepcopy(prompt)))
+            value = value[0] if isinstance(value, tuple) else value
+            messages = self._read("init", messages_of, value)
+            if messages[: len(prompt)] != prompt:
+                raise EnvironmentRefused(f"{name}.init replaces the prompt: it may add to it")
+            messages = messages[len(prompt) :]
+        opening = "".join(message["content"] for message in messages)
+        if example.opening not in (None, opening):
+            raise EnvironmentRefused(
+                f"{name} begins with {opening!r:.200}, and in the prompt with "
+                f"{example.opening!r:.200}: all episodes of a row have to begin alike. Let reset "
+                "take `seed`, which is the row's, and draw by it"
+            )
+        return opening
+
+    @property
+    def has_reward(self) -> bool:
+        """Returns whether the environment has a reward of its own, or has given one."""
+        static = (inspect.getattr_static(self._environment, it, self) for it in REWARDS)
+        return self._reward is not None or any(it is not self for it in static)
 
     def answer(self, text: str) -> list[Message]:
         """Gives a turn to the environment; returns what the model reads next, [] at the end."""
         self.turns += 1
         if self._factory.is_stepped:
-            said = self._step(text)
+            messages = self._step(text)
         else:
-            calls = self._reads(text, self._factory.schemas()) or tool_calls(text)
-            said = [self._called(call) for call in calls]
-        if said and self._given("is_done"):
+            self.calls = list(self._reads(text, self._factory.schemas()))
+            messages = [self._called(call, i) for i, call in enumerate(self.calls)]
+        if messages and self._given("is_done"):
             return []
-        return [{**message, "content": _encodable(message["content"])} for message in said]
+        return [{**it, "content": _encodable(it["content"])} for it in messages]
 
     def verdict(self) -> Verdict | None:
-        """Grades the episode; None where the class has no reward."""
-        names = ("get_reward", "reward")
-        own = [it for it in names if getattr(self._environment, it, None) is not None]
-        reward = self._given(own[0]) if own else self._reward
-        correct = self._given("correct")
+        """Grades the episode; None where the task is to.
+
+        It is correct by the environment's word, or where its reward is above 0: by that alone
+        nobody says that an episode is right, and dynamic sampling looks at the reward.
+        """
+        rewards = (self._given("get_reward"), self._given("reward"), self._reward)
+        reward = next((it for it in rewards if it is not None), None)
+        correct, name = self._given("correct"), self._factory.name
         if reward is None and correct is None:
-            return None
-        reward = float(correct if reward is None else reward)
-        correct = bool(reward > 0 if correct is None else correct)
-        return Verdict(correct, f"{reward:g}", "correct" if correct else "wrong", reward)
+            if not self._factory.judges:
+                return None
+            reward = 0.0  # of no steps
+        elif self._factory.judges is False:
+            raise EnvironmentRefused(
+                f"{name} gives a reward, and at first had none: add get_reward"
+            )
+        reward = self._read("get_reward", _number, correct if reward is None else reward)
+        status = REWARDED if correct is None else "correct" if correct else "wrong"
+        is_correct = bool(reward > 0 if correct is None else correct)
+        return Verdict(is_correct, None, status, reward, {"reward": reward})
 
     def close(self) -> None:
-        """Lets go of what the environment holds."""
-        self._given("close")
+        """Lets go of what the environment holds, once; what that raises is said and counted."""
+        if self._place is None:
+            return
+        self.measures["failed_closes"] = 0.0
+        try:
+            self._given("close")
+        except EnvironmentFailed as error:
+            self.measures["failed_closes"] = 1.0
+            _say_once(f"{self._factory.name}.close", str(error))
+        self._place.end()
+        self._place = None
 
     def _given(self, name: str) -> Any:
         """Returns what an attribute of the environment is, or gives; None without it."""
-        found = getattr(self._environment, name, None)
-        return self._outside(found) if callable(found) else found
+
+        def given():
+            value = getattr(self._environment, name, None)
+            return value() if callable(value) else value
+
+        return self._outside(given)
 
     def _step(self, text: str) -> list[Message]:
-        found, done, reward = self._outside(lambda: self._environment.step(text)), False, None
-        if isinstance(found, Mapping):
-            done, reward = found["done"], found["reward"]
-            # A tool that says nothing ends no episode.
-            found = found["observations"] or [{"role": "user", "content": ""}]
-        elif isinstance(found, tuple):
-            found, reward, *ends = found
-            done = any(ends[:2])
+        value = self._outside(lambda: self._environment.step(text))
+        messages, reward, is_done = self._read("step", step_of, value)
         if reward is not None:
-            self._reward = (self._reward or 0.0) + float(reward)
-        if found is None or done:
-            return []
-        return [{"role": "user", "content": found}] if isinstance(found, str) else list(found)
+            self._reward = (self._reward or 0.0) + reward
+        return [] if is_done else messages
 
-    def _called(self, call: Mapping | str) -> Message:
+    def _called(self, call: Call, number: int) -> Message:
         """Calls a tool; the model reads its answer, or what is wrong with the call."""
         self.measures["calls"] += 1
-        names = {tool.__name__ for tool in self._factory.tools}
-        name, arguments = "", {}
+        tools, name = self._factory.tools, "tool"
         try:
             if isinstance(call, str):
                 raise ValueError(call)
-            name, arguments = call["name"], call["arguments"]
-            if name not in names:
-                raise ValueError(f"there is no tool {name!r}, only {', '.join(sorted(names))}")
+            if number >= MAX_CALLS:
+                raise ValueError(f"a turn has {MAX_CALLS} calls at most")
+            if call["name"] not in tools:
+                raise ValueError(f"there is no tool {call['name']!r}, only {', '.join(tools)}")
+            name = call["name"]
             method = getattr(self._environment, name)
-            inspect.signature(method).bind(**arguments)
-            answer = within(self._factory.seconds, lambda: method(**arguments))
-            content = answer if isinstance(answer, str) else json.dumps(answer, default=str)
+            inspect.signature(method).bind(**call["arguments"])
+            content = _answer_text(self._in_place(lambda: method(**call["arguments"])))
         except Exception as error:  # it may be the model's doing
             self.measures["failed_calls"] += 1
             self.measures["timeouts"] += isinstance(error, TimeoutError)
-            content = f"Error: {str(error)[:MAX_ERROR_CHARS] or type(error).__name__}"
-        known = name if isinstance(name, str) and name else "tool"
-        return {"role": "tool", "name": _encodable(known), "content": content}
+            content = f"Error: {_shown(error)}"
+        return {"role": "tool", "name": name, "content": _cut(content)}
 
     def _outside(self, call: Callable) -> Any:
         """Calls what is no tool: its failure is not the model's."""
         try:
-            return within(self._factory.seconds, call)
+            return self._in_place(call)
         except Exception as error:
-            what = f"{type(error).__name__}: {str(error)[:MAX_ERROR_CHARS]}"
+            what = f"{type(error).__name__}: {_shown(error)}"
             raise EnvironmentFailed(f"{self._factory.name} failed: {what}") from error
+
+    def _in_place(self, call: Callable) -> Any:
+        if self._place.is_taken:  # by a tool that took too long
+            self._place.end()
+            self._place = Place(f"an episode of {self._factory.name}")
+        return self._place.call(call, self._factory.seconds)
+
+    def _read(self, name: str, reader: Callable, value: Any) -> Any:
+        try:
+            return reader(value)
+        except (TypeError, ValueError, KeyError) as error:
+            where = f"{self._factory.name}.{name} gives {value!r:.200}"
+            raise EnvironmentRefused(f"{where}: {_shown(error)}") from error
+
+
+class Step(NamedTuple):
+    """What a step returns: the next messages, its reward (None without one), whether all ends."""
+
+    messages: list[Message]
+    reward: float | None = None
+    is_done: bool = False
+
+
+def step_of(value: Any) -> Step:
+    """Reads what a step returns.
+
+    What the model reads next alone (None: the end), Gym's (observation, reward, done[, info]),
+    Gymnasium's (observation, reward, terminated, truncated, info), or SkyRL-Gym's dict of
+    observations, reward and done. Raises ValueError for all else.
+    """
+    if isinstance(value, Mapping) and "role" not in value:
+        observation, reward, ends = value["observations"], value["reward"], [value["done"]]
+    elif isinstance(value, tuple) and 3 <= len(value) <= 5:
+        observation, reward = value[:2]
+        ends = value[2:4] if len(value) == 5 else value[2:3]
+    else:
+        return Step(messages_of(value), is_done=value is None)
+    if not all(isinstance(it, bool | np.bool_) for it in ends):
+        raise ValueError("whether it is done has to be True or False")
+    # A tool that says nothing ends no episode.
+    messages = messages_of(observation) or messages_of("")
+    return Step(messages, None if reward is None else _number(reward), any(ends))
+
+
+def messages_of(value: Any) -> list[Message]:
+    """Reads a text, its parts, a message or several of them; None is none of them.
+
+    Raises ValueError for all else: what a model reads is never made up from an object.
+    """
+    if value is None:
+        return []
+    if isinstance(value, Mapping):
+        value = [value]
+    if isinstance(value, list) and all(_has(it, "role", "content") for it in value):
+        return [{**it, "content": _text_of(it["content"])} for it in value]
+    return [{"role": "user", "content": _text_of(value)}]
+
+
+def _text_of(value: Any) -> str:
+    if isinstance(value, list) and value and all(_has(it, "type", "text") for it in value):
+        value = "".join(part["text"] for part in value)
+    if not isinstance(value, str):
+        raise ValueError("it has to be a text, or messages of texts (role, content)")
+    return _cut(value)
+
+
+def _has(value: Any, *keys: str) -> bool:
+    return isinstance(value, Mapping) and all(key in value for key in keys)
+
+
+def _answer_text(value: Any) -> str:
+    """Writes what a tool returns: texts as they are, all else as JSON, or as Python shows it."""
+    with contextlib.suppress(ValueError):
+        return _text_of(value)
+    try:
+        return json.dumps(value, default=str, ensure_ascii=False)
+    except (TypeError, ValueError):
+        return str(value)
+
+
+def _number(value: Any) -> float:
+    if getattr(value, "ndim", None) == 0:  # an array of one number
+        value = value.item()
+    if not isinstance(value, numbers.Real) or not math.isfinite(value):
+        raise ValueError("a reward has to be a finite number")
+    return float(value)
+
+
+def _cut(text: str) -> str:
+    left_out = len(text) - MAX_CHARS
+    return text if left_out <= 0 else f"{text[:MAX_CHARS]} ... ({left_out:,} characters more)"
+
+
+def _shown(error: BaseException) -> str:
+    try:
+        return str(error)[:MAX_ERROR_CHARS] or type(error).__name__
+    except Exception:  # an error may be one that cannot be shown
+        return type(error).__name__
+
+
+_said: set[str] = set()
+
+
+def _say_once(of: str, message: str) -> None:
+    if of not in _said:
+        _said.add(of)
+        logging.warning("%s", message)
+
+
+def retried(seconds: float, call: Callable[[], Any]) -> Any:
+    """Returns what a call gives, in the last of `tries` too where an environment fails."""
+    for is_last in tries(seconds):
+        try:
+            return call()
+        except EnvironmentFailed as error:
+            if is_last or isinstance(error, EnvironmentRefused):
+                raise
+    return None
 
 
 def _constructed(make: Callable, columns: Mapping) -> Any:
@@ -216,76 +431,15 @@ class _Settings(dict):
     __getattr__ = dict.get
 
 
-def _accepted(method: Callable, columns: Mapping) -> dict:
-    """Returns the columns that a method takes, all where it takes any."""
+def _accepted(method: Callable, columns: Mapping, more: Mapping) -> dict:
+    """Returns the columns that a method takes, all where it takes any; of `more` what it names."""
     parameters = inspect.signature(method).parameters.values()
-    if any(it.kind is inspect.Parameter.VAR_KEYWORD for it in parameters):
-        return dict(columns)
-    return {it.name: columns[it.name] for it in parameters if it.name in columns}
+    named = {it.name for it in parameters}
+    takes_any = any(it.kind is inspect.Parameter.VAR_KEYWORD for it in parameters)
+    taken = {name: value for name, value in columns.items() if takes_any or name in named}
+    return {name: value for name, value in more.items() if name in named} | taken
 
 
-async def _awaited(value: Any) -> Any:
-    return await value
-
-
-def in_thread(call: Callable) -> concurrent.futures.Future:
-    """Begins a call, maybe an async one, in a thread of its own that no program waits for."""
-    found: concurrent.futures.Future = concurrent.futures.Future()
-
-    def run():
-        try:
-            value = call()
-            found.set_result(asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value)
-        except Exception as error:
-            found.set_exception(error)
-        except BaseException as error:  # of exit(), which a tool that runs code may be given
-            found.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
-
-    threading.Thread(target=run, name="environment", daemon=True).start()
-    return found
-
-
-def within(seconds: float, call: Callable) -> Any:
-    """Returns what a call gives; TimeoutError where it takes too long.
-
-    A thread that hangs cannot be ended: it is left behind.
-    """
-    found = in_thread(call)
-    if not concurrent.futures.wait([found], seconds).done:
-        raise TimeoutError(f"{TIMED_OUT} {seconds:g} s")
-    return found.result()
-
-
-def _encodable(text: Any) -> Any:
+def _encodable(text: str) -> str:
     """Replaces halves of surrogate pairs, which a call's JSON may have and no tokenizer takes."""
-    return text.encode(errors="replace").decode() if isinstance(text, str) else text
-
-
-def tool_calls(text: str) -> list[Mapping | str]:
-    """Reads the tool calls of a turn: {"name", "arguments"}, or what is wrong with one, a text.
-
-    The forms of models without a response_template: of Qwen, Hermes and SmolLM (JSON in
-    <tool_call>, one or a list) and of Llama 3 (the turn is the JSON, its arguments are
-    "parameters").
-    """
-    blocks = _CALL.findall(text)
-    bare = text.strip().removeprefix("<|python_tag|>")
-    if not blocks and bare.startswith("{") and '"name"' in bare:
-        blocks = [bare]
-    calls: list[Mapping | str] = []
-    for block in blocks:
-        try:
-            found = json.loads(block)
-        except (ValueError, RecursionError) as error:
-            calls.append(f"the call is no JSON: {error}")
-            continue
-        for call in found if isinstance(found, list) else [found]:
-            if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-                calls.append('a call has to be {"name": ..., "arguments": {...}}')
-                continue
-            arguments = call.get("arguments", call.get("parameters", {}))
-            if not isinstance(arguments, dict):
-                calls.append(f"the arguments of {call['name']} have to be an object")
-                continue
-            calls.append({"name": call["name"], "arguments": arguments})
-    return calls
+    return text.encode(errors="replace").decode()

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from dapo_jax.tasks import readers
 from dapo_jax.tasks.readers import FORMATS, KINDS, field
-from dapo_jax.tasks.rows import Columns, DataError, DataReport
+from dapo_jax.tasks.rows import UNANSWERED, Columns, DataError, DataReport
 from dapo_jax.tasks.templates import template_text
 from dapo_jax.types import Example, Verdict
 from dapo_jax.verifier import check_ground_truth, equal_answers, verify, verify_many
@@ -81,21 +81,31 @@ class MathProblems(MathTask):
         asks = self.default_template or ("none" if self.environment else templates[0])
         template = template_text(self.template or asks)
 
-        def make(row: dict) -> tuple:
-            value = field(row, prompt_field)
-            if self.environment:
-                answer = str(row.get(answer_field, "the environment's"))
-                return readers.messages_of(value, prompt_field, template), answer, Columns(row)
-            if not isinstance(value, str) and self.template not in ("", "none"):
-                raise ValueError(
-                    f"{prompt_field} has messages, which take no template: set it to none"
-                )
+        def answer_in(row: dict) -> str:
             answer = readers.answer_of(field(row, answer_field), answer_field, mark)
             if file_format == "csv":  # it has no numbers: 27.0 is how they are written into one
                 answer = readers.WHOLE_NUMBER.sub(r"\1", answer)
             if not mark and "####" in answer:
                 raise ValueError(f'{answer_field} has "####" before its result: set kind=gsm8k')
             check_ground_truth(answer, rules=self.rules)
+            return answer
+
+        def make(row: dict) -> tuple:
+            value = field(row, prompt_field)
+            if self.environment:
+                columns, answer = Columns(row), UNANSWERED
+                try:
+                    answer = answer_in(row)
+                except ValueError as error:
+                    if self.answer_field:
+                        raise
+                    columns.why = str(error)
+                return readers.messages_of(value, prompt_field, template), answer, columns
+            if not isinstance(value, str) and self.template not in ("", "none"):
+                raise ValueError(
+                    f"{prompt_field} has messages, which take no template: set it to none"
+                )
+            answer = answer_in(row)
             messages = readers.messages_of(value, prompt_field, template)
             begun = messages[-1]["content"] if messages[-1]["role"] == "assistant" else ""
             if verify(begun, answer, rules=self.rules).correct:

@@ -64,8 +64,16 @@ def by_text(pairs: Sequence[tuple[str, str]]) -> list[bool]:
     return [one == other for one, other in pairs]
 
 
+UNANSWERED = "the environment's"  # the answer of a row that has none, beside an environment
+
+
 class Columns(dict):
-    """A row that an environment begins with: others of the same prompt are not merged with it."""
+    """A row that an environment begins with: others of the same prompt are not merged with it.
+
+    why: why it has no answer that a task could grade by; "" where it has one.
+    """
+
+    why = ""
 
 
 class Rows:

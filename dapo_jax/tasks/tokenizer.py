@@ -7,6 +7,7 @@ the layout of the files. Nothing is stripped from a response but the stop token 
 import contextlib
 import datetime
 import difflib
+import functools
 import json
 import logging
 import os
@@ -20,6 +21,8 @@ import sentencepiece
 from etils import epath
 from etils.epath import PathLike
 
+from dapo_jax.tasks.calls import TAGGED, Call, either, said
+from dapo_jax.tasks.turns import Turns
 from dapo_jax.types import Message, plain_text
 
 IN_TOKENIZER_JSON = ("vocab.json", "merges.txt")  # not read where it is there
@@ -30,7 +33,7 @@ FILES = (
     *("generation_config.json", "config.json"),
 )
 ROLES = ("user", "assistant")  # in turn
-ANSWER = "%an answer%"  # stands for one where a template is looked at
+BREAK = "\ufdd0"  # no text has it: stands in one that shall be no token of a template
 _CLOCK = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 MORE_TEMPLATES = "additional_chat_templates"  # a folder of named ones, for other users
 MAX_ERROR_CHARS = 200
@@ -42,17 +45,27 @@ class PlainText:
 
     chat, date, opening = "none", "", ""
 
-    def between(self, messages: Sequence[Message], stop_id: int) -> list[int]:
-        """Encodes what is between a turn that ended with stop_id and the next: the messages."""
+    def between(self, messages: Sequence[Message], stop_id: int, *made: Call) -> list[int]:
+        """Encodes what is between a turn that ended with stop_id and the next: the messages.
+
+        made: the turn's calls, which they answer.
+        """
         return self.encode(f"\n\n{plain_text(messages)}\n\n")
 
-    def rewrites_turns(self) -> bool:
-        """Returns whether a template changes earlier turns of a conversation, as Qwen3's does."""
-        return False
+    def check_turns(self, *, with_tools: bool) -> list[str]:
+        """Returns what a person should know of episodes; ValueError where there can be none."""
+        return [f"no chat template shows the tools: tell of them ({TAGGED})"] if with_tools else []
 
-    def tool_calls(self, text: str, tools: Sequence[Mapping]) -> list[Mapping]:
-        """Reads no calls: there is no form of them."""
-        return []
+    def tool_calls(self, text: str, tools: Sequence[Mapping]) -> list[Call]:
+        """Reads a turn's calls, {"name", "arguments"}, or what is wrong with one.
+
+        tools: their schemas, which say what type an argument has.
+        """
+        return either(said(text))
+
+    def plainly(self, text: str) -> str:
+        """Marks a text that `encode_chat` is to read as plain, without tokens of a template."""
+        return text
 
     def encode_chat(self, messages: Sequence[Message], tools=None) -> list[int]:
         """Encodes a prompt of messages ({"role", "content"}), ready for the model's answer."""
@@ -107,15 +120,23 @@ class HuggingFaceTokenizer(PlainText):
             stop_tokens = list(filter(None, ends))
         self.stop_ids = _stop_ids(stop_tokens, ids, folder)
 
-    def _rendered(self, *texts: str, more: Sequence[Message] = (), **arguments) -> str:
+    def _rendered(self, *texts: str, **arguments) -> str:
         """Renders a conversation by the template; "" where it takes no such conversation."""
         messages = [{"role": ROLES[i % 2], "content": text} for i, text in enumerate(texts)]
-        messages += more
+        return self._render(messages, **arguments)
+
+    def _render(self, messages: Sequence[Message], **arguments) -> str:
         arguments = {**self._chat_args, **arguments}
         try:
             return self._tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
         except Exception:
             return ""
+
+    @functools.cached_property
+    def _turns(self) -> Turns:
+        has_template = getattr(self._tokenizer, "response_template", None)
+        ends = self._tokenizer.convert_ids_to_tokens(self.stop_ids)
+        return Turns(self._render, self._parse if has_template else None, ends, self.opening)
 
     def _opening(self) -> str:
         """Returns what a prompt has behind the header that an earlier answer has too."""
@@ -140,45 +161,63 @@ class HuggingFaceTokenizer(PlainText):
         """Decodes ids without the stop token at their end."""
         return self._tokenizer.decode(_text_ids(ids, self))
 
-    def between(self, messages: Sequence[Message], stop_id: int) -> list[int]:
-        """Encodes what is between a turn that ended with stop_id and the next: the messages.
-
-        It is what the template writes behind an answer, without the end that was sampled.
-        ValueError where it takes no such conversation.
-        """
-        if self.chat == "none":
-            return super().between(messages, stop_id)
-        as_user = [{"role": "user", "content": message["content"]} for message in messages]
-        for more in (messages, as_user):  # most templates without tools take a user's message
-            text = self._rendered("a question", ANSWER, more=more, add_generation_prompt=True)
-            _, found, tail = text.partition(ANSWER)
-            if found:
-                break
-        else:
-            roles = ", ".join(message["role"] for message in messages)
-            raise ValueError(f"{self._folder} has no {roles} behind an answer by its template")
+    def between(self, messages: Sequence[Message], stop_id: int, *made: Call) -> list[int]:
         end = self._tokenizer.convert_ids_to_tokens(stop_id)
-        tail = tail[tail.index(end) + len(end) :] if tail.lstrip().startswith(end) else tail
-        return self._tokenizer(tail, add_special_tokens=False).input_ids
+        messages = [it | {"content": self.plainly(it["content"])} for it in messages]
+        if self.chat == "none":
+            return self._encoded(f"\n\n{plain_text(messages)}\n\n", end)
+        return self._encoded(self._turns.between(messages, end, made), end)
+
+    def _encoded(self, text: str, before: str) -> list[int]:
+        """Encodes a template's text as it stands behind a token; `plainly` has marked what is none.
+
+        The token is before each piece: some tokenizers put a space before what begins a text.
+        """
+        before = before if before in self._tokenizer.get_added_vocab() else ""
+        pieces = (f"{before}{piece}" for piece in text.split(BREAK))
+        of_pieces = (self._tokenizer(piece, add_special_tokens=False).input_ids for piece in pieces)
+        return [id for ids in of_pieces for id in ids[len(before) > 0 :]]
+
+    def plainly(self, text: str) -> str:
+        for token in self._of_template:
+            text = text.replace(token, f"{token[0]}{BREAK}{token[1:]}")
+        return text
+
+    @functools.cached_property
+    def _of_template(self) -> list[str]:
+        """The added tokens that are special, or that the chat template writes."""
+        template = str(self._tokenizer.chat_template or "") if self.chat == "template" else ""
+        added = self._tokenizer.added_tokens_decoder.values()
+        texts = {it.content for it in added if it.special or it.content in template}
+        return [it for it in texts if len(it.strip()) > 1]
+
+    def check_turns(self, *, with_tools: bool) -> list[str]:
+        if self.chat == "none":
+            return super().check_turns(with_tools=with_tools)
+        try:
+            notes = self._turns.check(with_tools=with_tools)
+        except ValueError as error:
+            raise ValueError(f"{self._folder} has a chat template that {error}") from error
+        if self.rewrites_turns():
+            notes.append("the chat template rewrites earlier turns: here they stay as sampled")
+        return notes
 
     def rewrites_turns(self) -> bool:
+        """Returns whether a template changes earlier turns of a conversation, as Qwen3's does."""
+        return self.chat == "template" and self._turns.rewrites_turns()
+
+    def tool_calls(self, text: str, tools: Sequence[Mapping]) -> list[Call]:
         if self.chat == "none":
-            return False
-        thought = f"<think>\nso\n</think>\n\n{ANSWER}"
-        prompt = self._rendered("a question", add_generation_prompt=True).removesuffix(self.opening)
-        return not self._rendered("a question", thought, "more").startswith(prompt + thought)
+            return super().tool_calls(text, tools)
+        return self._turns.read(text, tools)
 
-    def tool_calls(self, text: str, tools: Sequence[Mapping]) -> list[Mapping]:
-        """Reads a turn's calls by the files' response_template; none without one, or of no call.
-
-        tools: their schemas, which say what type an argument has.
-        """
-        if not getattr(self._tokenizer, "response_template", None):
-            return []
+    def _parse(self, text: str, tools: Sequence[Mapping]) -> list[Call]:
+        """Reads calls by the files' response_template; none in what it does not read."""
         prompt = self._rendered("a question", add_generation_prompt=True)
         try:
             message = self._tokenizer.parse_response(text, prefix=prompt, tools=list(tools))
-            return [call.get("function", call) for call in message.get("tool_calls", ())]
+            made = [call.get("function", call) for call in message.get("tool_calls", ())]
+            return [{"name": call["name"], "arguments": call["arguments"]} for call in made]
         except Exception:  # the model wrote what the template does not read
             return []
 
@@ -196,9 +235,11 @@ class HuggingFaceTokenizer(PlainText):
         given = self._chat_args | ({"tools": list(tools)} if tools else {})
         given |= {"add_generation_prompt": not begun, "continue_final_message": begun}
         with _of_library(self._folder, f"has no prompt for roles {roles} by its template"):
-            return self._tokenizer.apply_chat_template(
-                list(messages), tokenize=True, return_dict=False, **given
-            )
+            text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, **given)
+        first, *more = text.split(BREAK, 1)
+        ids = self._tokenizer(first, add_special_tokens=False).input_ids
+        before = self._tokenizer.convert_ids_to_tokens(self.stop_ids[0])
+        return ids + (self._encoded(*more, before) if more else [])
 
 
 class SentencePieceTokenizer(PlainText):
