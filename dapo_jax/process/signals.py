@@ -10,7 +10,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from typing import ClassVar
 
 from dapo_jax.process import hosts
 
@@ -28,8 +27,6 @@ class Signals:
     as by a tool that limits code, has Python's own handlers.
     """
 
-    inside: ClassVar[list["Signals"]] = []  # the newest last
-
     def __init__(self, stop: Callable[[str], None]):
         self._stop = stop
         self._first_at: float | None = None
@@ -41,34 +38,21 @@ class Signals:
         # A handler in Python waits until the interpreter runs again; the pipe is written at once.
         self._former_fd = signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
         self._former = {
-            number: signal.signal(number, lambda *_: None)
+            number: signal.signal(number, _noted)
             for number in SIGNALS
             if signal.getsignal(number) is not signal.SIG_IGN
         }
-        Signals.inside.append(self)
         self._listener = threading.Thread(target=self._listen, name="listener", daemon=True)
         self._listener.start()
         return self
 
     def __exit__(self, *_) -> None:
-        Signals.inside.remove(self)
         signal.set_wakeup_fd(self._former_fd)
         for number, handler in self._former.items():
             signal.signal(number, handler)
         os.close(self._wakeup)  # which ends the listener
         self._listener.join()
         os.close(self._signals)
-
-    @staticmethod
-    def forget_in_child() -> None:
-        """Gives a forked process Python's own handlers: the pipe is its parent's."""
-        for entered in Signals.inside:
-            signal.set_wakeup_fd(-1)
-            for number in entered._former:
-                is_interrupt = number == signal.SIGINT
-                signal.signal(
-                    number, signal.default_int_handler if is_interrupt else signal.SIG_DFL
-                )
 
     def settle(self) -> None:
         """Returns when the signals that have come are taken."""
@@ -92,7 +76,20 @@ class Signals:
             os._exit(AT_ONCE)
 
 
-os.register_at_fork(after_in_child=Signals.forget_in_child)
+def _noted(*_) -> None:
+    """Is the handler in Python: the pipe has the signal already."""
+
+
+def _forget_in_child() -> None:
+    """Gives a forked process Python's own handlers: the pipe is its parent's."""
+    for number in SIGNALS:
+        if signal.getsignal(number) is _noted:
+            signal.set_wakeup_fd(-1)
+            is_interrupt = number == signal.SIGINT
+            signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def end_command(name: str) -> None:

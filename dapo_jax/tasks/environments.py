@@ -21,20 +21,21 @@ import dataclasses
 import functools
 import inspect
 import json
-import logging
 import math
 import numbers
+import time
 import types
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+from absl import logging
 
 from dapo_jax.outside import imported
 from dapo_jax.tasks import calls
 from dapo_jax.tasks.calls import Call
-from dapo_jax.tasks.place import Place, tries
+from dapo_jax.tasks.place import Place
 from dapo_jax.types import REWARDED, Example, Message, Verdict
 
 REWARDS = ("get_reward", "reward", "correct")
@@ -42,6 +43,7 @@ LIFECYCLE = {"reset", "init", "step", "close", "is_done", *REWARDS}
 MAX_ERROR_CHARS = 300
 MAX_CHARS = 100_000  # of what one call says: a megabyte takes seconds to encode
 MAX_CALLS = 32  # of a turn
+TRIES, FIRST_PAUSE_SECONDS = 3, 0.25  # at least so many
 
 
 class EnvironmentFailed(ValueError):
@@ -79,14 +81,7 @@ class Factory:
         make = self.make
         while isinstance(make, functools.partial):
             make = make.func
-        if inspect.isclass(make):
-            return make
-        returned = inspect.signature(make).return_annotation
-        return (
-            returned
-            if inspect.isclass(returned) and returned is not inspect._empty
-            else type(make())
-        )
+        return make if inspect.isclass(make) else type(self.make())
 
     @property
     def is_stepped(self) -> bool:
@@ -111,10 +106,9 @@ class Factory:
     def introduced(self, example: Example) -> Example:
         """Puts what a new episode says first behind the prompt's last message.
 
-        One whose `reset` is declared to return None is not begun for it.
+        One whose `reset` is declared to return None says nothing, and is not begun.
         """
-        reset = getattr(self.kind, "reset", None)
-        opening = ""
+        opening, reset = "", getattr(self.kind, "reset", None)
         if reset is None or inspect.signature(reset).return_annotation not in (None, "None"):
             with Episode(self, example) as episode:
                 opening = episode.opening
@@ -127,14 +121,11 @@ class Factory:
 
         A stepped one may reward its steps: it gets an empty turn. None: that failed.
         """
-        with Episode(self, example) as episode:
-            if hasattr(self.kind, "init") or episode.has_reward or not self.is_stepped:
-                return hasattr(self.kind, "init") or episode.has_reward
-            try:
+        with Episode(self, example) as episode, contextlib.suppress(EnvironmentFailed):
+            if self.is_stepped and not episode.has_reward:
                 episode.answer("")
-            except EnvironmentFailed:
-                return None
             return episode.has_reward
+        return None
 
 
 def _without_self(tool: Callable) -> Callable:
@@ -151,43 +142,40 @@ class Episode(contextlib.AbstractContextManager):
     """
 
     def __init__(
-        self, factory: Factory, example: Example, reads=lambda text, schemas: calls.either(text)
+        self, factory: Factory, example: Example, reads=lambda text, _: calls.either(text)
     ):
         self.turns, self.said, self.calls = 0, [], []
         self.measures = dict.fromkeys(("calls", "failed_calls", "timeouts"), 0.0)
         self._factory, self._reads = factory, reads
-        self._environment, self._reward = None, None
+        self._environment = self._reward = None
         self._place: Place | None = Place(f"an episode of {factory.name}")
         try:
-            self.opening = self._begin(example)
+            self.opening = self._begun(example)
         except BaseException:
             self.close()
             raise
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, *_) -> None:
         self.close()
 
-    def _begin(self, example: Example) -> str:
+    def _begun(self, example: Example) -> str:
         """Makes the environment and resets it; returns what it says first, as it did before."""
-        *before, last = example.prompt
-        asked = last["content"].removesuffix(example.opening or "")
-        columns = {"prompt": [*before, {**last, "content": asked}], "answer": example.answer}
+        name, *before = self._factory.name, *example.prompt[:-1]
+        last, opening = example.prompt[-1], example.opening or ""
+        prompt = [*before, {**last, "content": last["content"].removesuffix(opening)}]
+        columns = {"prompt": prompt, "answer": example.answer}
         columns |= copy.deepcopy(example.extra) if isinstance(example.extra, Mapping) else {}
-        name = self._factory.name
         self._environment = self._outside(lambda: _constructed(self._factory.make, columns))
         if begin := getattr(self._environment, "reset", None):
             # The row's, so that all episodes of a group begin alike, and each replay.
-            seed = zlib.crc32(f"{example.source} {example.row}".encode())
-            arguments = _accepted(begin, columns, {"seed": seed})
-            value = self._outside(lambda: begin(**arguments))
-            if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
-                value = value[0]  # Gymnasium's observation and info
-            messages = self._read("reset", messages_of, value)
+            seed = {"seed": zlib.crc32(f"{example.source} {example.row}".encode())}
+            value = self._outside(lambda: begin(**_accepted(begin, columns, seed)))
         else:
-            prompt = columns["prompt"]
             value = self._outside(lambda: self._environment.init(copy.deepcopy(prompt)))
-            value = value[0] if isinstance(value, tuple) else value
-            messages = self._read("init", messages_of, value)
+        if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
+            value = value[0]  # an observation and its info
+        messages = self._read("reset", messages_of, value)
+        if not begin:
             if messages[: len(prompt)] != prompt:
                 raise EnvironmentRefused(f"{name}.init replaces the prompt: it may add to it")
             messages = messages[len(prompt) :]
@@ -203,8 +191,8 @@ class Episode(contextlib.AbstractContextManager):
     @property
     def has_reward(self) -> bool:
         """Returns whether the environment has a reward of its own, or has given one."""
-        static = (inspect.getattr_static(self._environment, it, self) for it in REWARDS)
-        return self._reward is not None or any(it is not self for it in static)
+        is_known = self._reward is not None or hasattr(self._factory.kind, "init")
+        return is_known or any(map(self._has, REWARDS))
 
     def answer(self, text: str) -> list[Message]:
         """Gives a turn to the environment; returns what the model reads next, [] at the end."""
@@ -214,30 +202,30 @@ class Episode(contextlib.AbstractContextManager):
         else:
             self.calls = list(self._reads(text, self._factory.schemas()))
             messages = [self._called(call, i) for i, call in enumerate(self.calls)]
-        if messages and self._given("is_done"):
-            return []
-        return [{**it, "content": _encodable(it["content"])} for it in messages]
+        return [] if messages and self._given("is_done") else messages
 
     def verdict(self) -> Verdict | None:
         """Grades the episode; None where the task is to.
 
-        It is correct by the environment's word, or where its reward is above 0: by that alone
-        nobody says that an episode is right, and dynamic sampling looks at the reward.
+        It is correct by the environment's word, or where its reward is above 0; where there is no
+        word, dynamic sampling looks at rewards.
         """
         rewards = (self._given("get_reward"), self._given("reward"), self._reward)
         reward = next((it for it in rewards if it is not None), None)
-        correct, name = self._given("correct"), self._factory.name
+        correct, judges = self._given("correct"), self._factory.judges
         if reward is None and correct is None:
-            if not self._factory.judges:
+            if not judges:
                 return None
             reward = 0.0  # of no steps
-        elif self._factory.judges is False:
+        elif judges is False:
+            name = self._factory.name
             raise EnvironmentRefused(
                 f"{name} gives a reward, and at first had none: add get_reward"
             )
         reward = self._read("get_reward", _number, correct if reward is None else reward)
-        status = REWARDED if correct is None else "correct" if correct else "wrong"
         is_correct = bool(reward > 0 if correct is None else correct)
+        status = "correct" if is_correct else "wrong"
+        status = REWARDED if correct is None else status
         return Verdict(is_correct, None, status, reward, {"reward": reward})
 
     def close(self) -> None:
@@ -249,9 +237,12 @@ class Episode(contextlib.AbstractContextManager):
             self._given("close")
         except EnvironmentFailed as error:
             self.measures["failed_closes"] = 1.0
-            _say_once(f"{self._factory.name}.close", str(error))
+            logging.log_first_n(logging.WARNING, "close: %s", 1, error)
         self._place.end()
         self._place = None
+
+    def _has(self, name: str) -> bool:
+        return inspect.getattr_static(self._environment, name, self) is not self
 
     def _given(self, name: str) -> Any:
         """Returns what an attribute of the environment is, or gives; None without it."""
@@ -264,31 +255,29 @@ class Episode(contextlib.AbstractContextManager):
 
     def _step(self, text: str) -> list[Message]:
         value = self._outside(lambda: self._environment.step(text))
-        messages, reward, is_done = self._read("step", step_of, value)
+        messages, reward = self._read("step", step_of, value)
         if reward is not None:
             self._reward = (self._reward or 0.0) + reward
-        return [] if is_done else messages
+        return messages
 
     def _called(self, call: Call, number: int) -> Message:
         """Calls a tool; the model reads its answer, or what is wrong with the call."""
         self.measures["calls"] += 1
         tools, name = self._factory.tools, "tool"
         try:
-            if isinstance(call, str):
-                raise ValueError(call)
-            if number >= MAX_CALLS:
-                raise ValueError(f"a turn has {MAX_CALLS} calls at most")
+            if isinstance(call, str) or number >= MAX_CALLS:
+                raise ValueError(f"{call}" if number < MAX_CALLS else f"over {MAX_CALLS} calls")
             if call["name"] not in tools:
                 raise ValueError(f"there is no tool {call['name']!r}, only {', '.join(tools)}")
-            name = call["name"]
+            name, arguments = call["name"], call["arguments"]
             method = getattr(self._environment, name)
-            inspect.signature(method).bind(**call["arguments"])
-            content = _answer_text(self._in_place(lambda: method(**call["arguments"])))
+            inspect.signature(method).bind(**arguments)
+            content = _answer_text(self._in_place(lambda: method(**arguments)))
         except Exception as error:  # it may be the model's doing
             self.measures["failed_calls"] += 1
             self.measures["timeouts"] += isinstance(error, TimeoutError)
-            content = f"Error: {_shown(error)}"
-        return {"role": "tool", "name": name, "content": _cut(content)}
+            content = _cut(f"Error: {_shown(error)}")
+        return {"role": "tool", "name": name, "content": content}
 
     def _outside(self, call: Callable) -> Any:
         """Calls what is no tool: its failure is not the model's."""
@@ -312,33 +301,25 @@ class Episode(contextlib.AbstractContextManager):
             raise EnvironmentRefused(f"{where}: {_shown(error)}") from error
 
 
-class Step(NamedTuple):
-    """What a step returns: the next messages, its reward (None without one), whether all ends."""
+def step_of(value: Any) -> tuple[list[Message], float | None]:
+    """Reads what a step returns: (what the model reads next, [] at the end; its reward, if any).
 
-    messages: list[Message]
-    reward: float | None = None
-    is_done: bool = False
-
-
-def step_of(value: Any) -> Step:
-    """Reads what a step returns.
-
-    What the model reads next alone (None: the end), Gym's (observation, reward, done[, info]),
+    That is what the model reads alone (None: the end), Gym's (observation, reward, done[, info]),
     Gymnasium's (observation, reward, terminated, truncated, info), or SkyRL-Gym's dict of
     observations, reward and done. Raises ValueError for all else.
     """
     if isinstance(value, Mapping) and "role" not in value:
         observation, reward, ends = value["observations"], value["reward"], [value["done"]]
     elif isinstance(value, tuple) and 3 <= len(value) <= 5:
-        observation, reward = value[:2]
-        ends = value[2:4] if len(value) == 5 else value[2:3]
+        observation, reward, *ends = value
+        ends = ends[: 2 if len(value) == 5 else 1]
     else:
-        return Step(messages_of(value), is_done=value is None)
+        return messages_of(value), None
     if not all(isinstance(it, bool | np.bool_) for it in ends):
         raise ValueError("whether it is done has to be True or False")
     # A tool that says nothing ends no episode.
     messages = messages_of(observation) or messages_of("")
-    return Step(messages, None if reward is None else _number(reward), any(ends))
+    return [] if any(ends) else messages, None if reward is None else _number(reward)
 
 
 def messages_of(value: Any) -> list[Message]:
@@ -346,10 +327,7 @@ def messages_of(value: Any) -> list[Message]:
 
     Raises ValueError for all else: what a model reads is never made up from an object.
     """
-    if value is None:
-        return []
-    if isinstance(value, Mapping):
-        value = [value]
+    value = [value] if isinstance(value, Mapping) else [] if value is None else value
     if isinstance(value, list) and all(_has(it, "role", "content") for it in value):
         return [{**it, "content": _text_of(it["content"])} for it in value]
     return [{"role": "user", "content": _text_of(value)}]
@@ -372,49 +350,45 @@ def _answer_text(value: Any) -> str:
     with contextlib.suppress(ValueError):
         return _text_of(value)
     try:
-        return json.dumps(value, default=str, ensure_ascii=False)
+        return _cut(json.dumps(value, default=str, ensure_ascii=False))
     except (TypeError, ValueError):
-        return str(value)
+        return _cut(str(value))
 
 
 def _number(value: Any) -> float:
-    if getattr(value, "ndim", None) == 0:  # an array of one number
-        value = value.item()
+    value = value.item() if getattr(value, "ndim", None) == 0 else value  # an array's
     if not isinstance(value, numbers.Real) or not math.isfinite(value):
         raise ValueError("a reward has to be a finite number")
     return float(value)
 
 
 def _cut(text: str) -> str:
-    left_out = len(text) - MAX_CHARS
-    return text if left_out <= 0 else f"{text[:MAX_CHARS]} ... ({left_out:,} characters more)"
+    """Shortens a text, and replaces halves of surrogate pairs, which no tokenizer takes."""
+    more = f" ... ({len(text) - MAX_CHARS:,} characters more)" if len(text) > MAX_CHARS else ""
+    return text[:MAX_CHARS].encode(errors="replace").decode() + more
 
 
 def _shown(error: BaseException) -> str:
-    try:
+    with contextlib.suppress(Exception):  # an error may be one that cannot be shown
         return str(error)[:MAX_ERROR_CHARS] or type(error).__name__
-    except Exception:  # an error may be one that cannot be shown
-        return type(error).__name__
-
-
-_said: set[str] = set()
-
-
-def _say_once(of: str, message: str) -> None:
-    if of not in _said:
-        _said.add(of)
-        logging.warning("%s", message)
+    return type(error).__name__
 
 
 def retried(seconds: float, call: Callable[[], Any]) -> Any:
-    """Returns what a call gives, in the last of `tries` too where an environment fails."""
-    for is_last in tries(seconds):
+    """Returns what a call gives; where environments fail it is tried again, with longer pauses.
+
+    The last try begins before so many seconds are over, or is the third.
+    """
+    start, pause, tries = time.monotonic(), FIRST_PAUSE_SECONDS, 1
+    while True:
         try:
             return call()
         except EnvironmentFailed as error:
-            if is_last or isinstance(error, EnvironmentRefused):
+            is_over = time.monotonic() - start + pause > seconds and tries >= TRIES
+            if is_over or isinstance(error, EnvironmentRefused):
                 raise
-    return None
+        time.sleep(min(pause, seconds / TRIES))
+        pause, tries = 2 * pause, tries + 1
 
 
 def _constructed(make: Callable, columns: Mapping) -> Any:
@@ -436,10 +410,5 @@ def _accepted(method: Callable, columns: Mapping, more: Mapping) -> dict:
     parameters = inspect.signature(method).parameters.values()
     named = {it.name for it in parameters}
     takes_any = any(it.kind is inspect.Parameter.VAR_KEYWORD for it in parameters)
-    taken = {name: value for name, value in columns.items() if takes_any or name in named}
-    return {name: value for name, value in more.items() if name in named} | taken
-
-
-def _encodable(text: str) -> str:
-    """Replaces halves of surrogate pairs, which a call's JSON may have and no tokenizer takes."""
-    return text.encode(errors="replace").decode()
+    taken = columns if takes_any else {name: columns[name] for name in named & columns.keys()}
+    return {name: more[name] for name in named & more.keys()} | dict(taken)

@@ -212,14 +212,18 @@ class HuggingFaceTokenizer(PlainText):
         return self._turns.read(text, tools)
 
     def _parse(self, text: str, tools: Sequence[Mapping]) -> list[Call]:
-        """Reads calls by the files' response_template; none in what it does not read."""
+        """Reads calls by the files' response_template; none in what it does not read.
+
+        Some look for the end token, which a turn's text does not have.
+        """
         prompt = self._rendered("a question", add_generation_prompt=True)
-        try:
-            message = self._tokenizer.parse_response(text, prefix=prompt, tools=list(tools))
-            made = [call.get("function", call) for call in message.get("tool_calls", ())]
-            return [{"name": call["name"], "arguments": call["arguments"]} for call in made]
-        except Exception:  # the model wrote what the template does not read
-            return []
+        for end in (*self._tokenizer.convert_ids_to_tokens(self.stop_ids), ""):
+            with contextlib.suppress(Exception):  # the model wrote what the template does not read
+                given = {"prefix": prompt, "tools": list(tools)}
+                message = self._tokenizer.parse_response(text + end, **given)
+                if made := [call.get("function", call) for call in message.get("tool_calls", ())]:
+                    return [{key: call[key] for key in ("name", "arguments")} for call in made]
+        return []
 
     def encode_chat(
         self, messages: Sequence[Message], tools: Sequence[Mapping] | None = None

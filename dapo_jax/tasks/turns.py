@@ -106,11 +106,10 @@ class Turns:
             return []
         if self.read is None:
             raise ValueError(f"writes a call as {self.written!r:.200}, which is not read: {ADVICE}")
+        form = "its response_template's calls" if self._parse else calls.TAGGED
         if not self.shows_tools:
-            return [f"the chat template shows no tools: tell of them in prompts ({calls.TAGGED})"]
-        return (
-            [] if self.written else [f"the chat template writes no calls; {calls.TAGGED} is read"]
-        )
+            return [f"the chat template shows no tools: tell of them in prompts ({form})"]
+        return [] if self.written else [f"the chat template writes no calls: read are {form}"]
 
     def between(self, messages: Sequence[Message], end: str, made: Sequence[Call]) -> str:
         """Writes what is behind a turn that ended with `end`: the messages, and the next's header.
