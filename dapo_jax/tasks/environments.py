@@ -164,7 +164,8 @@ class Episode(contextlib.AbstractContextManager):
         last, opening = example.prompt[-1], example.opening or ""
         prompt = [*before, {**last, "content": last["content"].removesuffix(opening)}]
         columns = {"prompt": prompt, "answer": example.answer}
-        columns |= copy.deepcopy(example.extra) if isinstance(example.extra, Mapping) else {}
+        columns |= example.extra if isinstance(example.extra, Mapping) else {}
+        columns = self._outside(lambda: copy.deepcopy(columns))
         self._environment = self._outside(lambda: _constructed(self._factory.make, columns))
         if begin := getattr(self._environment, "reset", None):
             # The row's, so that all episodes of a group begin alike, and each replay.

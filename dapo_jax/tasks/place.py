@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from typing import Any
 
 TIMED_OUT = "no answer within"
+CANCEL_SECONDS = 1.0  # for what is awaited to come back
 
 
 class Place:
@@ -45,6 +46,7 @@ class Place:
         if not concurrent.futures.wait([job], seconds).done:
             if task := self._task:
                 task.get_loop().call_soon_threadsafe(task.cancel)
+                concurrent.futures.wait([job], CANCEL_SECONDS)
             raise TimeoutError(f"{TIMED_OUT} {seconds:g} s")
         return job.result()
 

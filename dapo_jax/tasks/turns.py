@@ -5,7 +5,6 @@ words; where they are found says by which reader calls are read, and as whose me
 written. Texts in, texts out; tokens are the tokenizer's.
 """
 
-import itertools
 import json
 from collections.abc import Callable, Sequence
 
@@ -26,12 +25,6 @@ ADVICE = (
     "take another tokenizer (tokenizer.path), as one that was saved with a response_template "
     "(trl.add_response_schema has some), or an environment with step(text)"
 )
-
-
-def _common(text: str, other: str) -> str:
-    """Returns what two texts begin with."""
-    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(text, other, strict=False))
-    return text[: sum(1 for _ in same)]
 
 
 class Turns:
@@ -86,13 +79,14 @@ class Turns:
     def _written(self, prompt: str) -> str:
         """Returns the turn of CALL as a model writes it; "" where the template leaves it out."""
         text = self._render([QUESTION, self._turn([CALL])], tools=[TOOL])
-        begun = prompt.removesuffix(self._opening)
-        if text.startswith(prompt):
-            turn = text.removeprefix(prompt)
-        elif text.startswith(begun):  # earlier turns lose their thoughts
-            turn = "</think>" * ("<think>" in self._opening) + text.removeprefix(begun)
+        for begun in (prompt, prompt.rstrip(), prompt.removesuffix(self._opening)):
+            if text.startswith(begun):
+                break
         else:
-            turn = text.removeprefix(_common(text, prompt))
+            begun = ""
+        # An earlier turn may have lost its thoughts, which a model closes first.
+        has_lost = "<think>" in self._opening and "<think>" not in begun[-len(self._opening) :]
+        turn = "</think>" * has_lost + text.removeprefix(begun)
         turn = min((turn.partition(end)[0] for end in self._ends), key=len, default=turn)
         return turn if WORD in turn else ""
 
@@ -130,7 +124,7 @@ class Turns:
         messages = [{"role": role, "name": CALL["name"], "content": SAID} for role in roles]
         for way in ways:
             text = way(messages, [CALL] * len(roles))
-            if text.count(SAID) == len(roles) and WORD not in text:
+            if text.count(SAID) == len(roles):
                 self._answers_by_roles[roles] = way
                 return way
         raise ValueError(f"has no place for an answer of {', '.join(roles)}: {ADVICE}")
@@ -144,9 +138,9 @@ class Turns:
         asked = [QUESTION, self._turn(made)]
         answers = [it | {"tool_call_id": f"call{i:05}"} for i, it in enumerate(messages)]
         text = self._render([*asked, *answers], add_generation_prompt=True)
-        turn = _common(self._render(asked), text).rstrip()
-        own_end = max((end for end in self._ends if turn.endswith(end)), key=len, default="")
-        return text[len(turn) - len(own_end) :]
+        turn = self._render(asked).rstrip()
+        turn = turn.removesuffix(max(filter(turn.endswith, self._ends), key=len, default=""))
+        return text.removeprefix(turn) if text.startswith(turn) else ""
 
     def _as_user(self, messages: Sequence[Message], made) -> str:
         return self._behind_text(
