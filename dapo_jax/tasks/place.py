@@ -44,7 +44,7 @@ class Place:
         job.set_running_or_notify_cancel()
         self._put((function, job))
         if not concurrent.futures.wait([job], seconds).done:
-            if task := self._task:
+            if (task := self._task) and not task.done():
                 task.get_loop().call_soon_threadsafe(task.cancel)
                 concurrent.futures.wait([job], CANCEL_SECONDS)
             raise TimeoutError(f"{TIMED_OUT} {seconds:g} s")
