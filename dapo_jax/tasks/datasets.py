@@ -16,7 +16,7 @@ from dapo_jax.tasks.rows import UNANSWERED, DataError, DataReport, by_text
 from dapo_jax.tasks.tokenizer import Tokenizer
 from dapo_jax.types import Example, Group, Prompt
 
-BEGUN_AT_ONCE = 8  # episodes, while data is read
+BEGUN_AT_ONCE, BEGIN_SECONDS = 8, 10.0  # episodes, while data is read
 SAY_SECONDS = 10.0
 
 
@@ -112,7 +112,7 @@ def begun(factory: Factory, examples: Sequence[Example], key: str) -> tuple[Fact
 
     def _named(example: Example, call: Callable):
         try:
-            return retried(factory.seconds, call)
+            return retried(min(factory.seconds, BEGIN_SECONDS), call)
         except EnvironmentFailed as error:
             raise DataError(f"{example.source}, row {example.row}: {error}") from error
 

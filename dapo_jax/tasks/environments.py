@@ -121,6 +121,8 @@ class Factory:
 
         A stepped one may reward its steps: it gets an empty turn. None: that failed.
         """
+        if not example.opening and any(hasattr(self.kind, it) for it in (*REWARDS, "init")):
+            return True
         with Episode(self, example) as episode, contextlib.suppress(EnvironmentFailed):
             if self.is_stepped and not episode.has_reward:
                 episode.answer("")
@@ -388,6 +390,7 @@ def retried(seconds: float, call: Callable[[], Any]) -> Any:
             is_over = time.monotonic() - start + pause > seconds and tries >= TRIES
             if is_over or isinstance(error, EnvironmentRefused):
                 raise
+            logging.log_first_n(logging.WARNING, "%s; it is tried again", 3, error)
         time.sleep(min(pause, seconds / TRIES))
         pause, tries = 2 * pause, tries + 1
 

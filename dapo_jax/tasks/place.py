@@ -62,10 +62,10 @@ class Place:
             self._wake()
 
     def _work(self) -> None:
-        with self._loop:
-            while job := self._next():
-                _run(*job, lambda value: self._loop.run(self._awaited(value)))
-            self._wake = None
+        while job := self._next():
+            _run(*job, lambda value: self._loop.run(self._awaited(value)))
+        self._wake = None
+        self._loop.close()
 
     def _next(self) -> tuple | None:
         if self._task:  # there may be more in the loop

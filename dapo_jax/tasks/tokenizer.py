@@ -173,23 +173,23 @@ class HuggingFaceTokenizer(PlainText):
 
         The token is before each piece: some tokenizers put a space before what begins a text.
         """
-        before = before if before in self._tokenizer.get_added_vocab() else ""
+        before = before if before in self._added else ""
         pieces = (f"{before}{piece}" for piece in text.split(BREAK))
         of_pieces = (self._tokenizer(piece, add_special_tokens=False).input_ids for piece in pieces)
         return [id for ids in of_pieces for id in ids[len(before) > 0 :]]
 
     def plainly(self, text: str) -> str:
-        for token in self._of_template:
-            text = text.replace(token, f"{token[0]}{BREAK}{token[1:]}")
+        for token, is_of_template in self._added.items():
+            if is_of_template and token in text and len(token.strip()) > 1:
+                text = text.replace(token, f"{token[0]}{BREAK}{token[1:]}")
         return text
 
     @functools.cached_property
-    def _of_template(self) -> list[str]:
-        """The added tokens that are special, or that the chat template writes."""
+    def _added(self) -> dict[str, bool]:
+        """The added tokens, and whether they are special or in the chat template."""
         template = str(self._tokenizer.chat_template or "") if self.chat == "template" else ""
         added = self._tokenizer.added_tokens_decoder.values()
-        texts = {it.content for it in added if it.special or it.content in template}
-        return [it for it in texts if len(it.strip()) > 1]
+        return {it.content: it.special or it.content in template for it in added}
 
     def check_turns(self, *, with_tools: bool) -> list[str]:
         if self.chat == "none":
