@@ -401,10 +401,11 @@ def test_a_turn_that_is_cut_has_the_same_judge(dataset, tokenizer):
     data = dataset(Game, ROW | {"answer": "7"})
     found = [
         verdict(data, tokenizer, "Answer: 7", cut=True),
+        verdict(data, tokenizer, "open the door", cut=True),
         verdict(data, tokenizer, "look", "Answer: 7", max_turns=2),
         verdict(data, tokenizer, "look", "open the door"),
     ]
-    assert [it.score for it in found] == [0.0, 0.0, 1.0]
+    assert [it.score for it in found] == [0.0, 0.0, 0.0, 1.0]
     assert {it.status for it in found} == {"rewarded"}
     assert not any(it.has_no_answer or it.prediction for it in found)
 
@@ -618,7 +619,9 @@ class Away(Silent):
 def test_a_server_that_is_away_for_a_moment_ends_nothing(dataset, tokenizer, monkeypatch):
     """Three tries followed each other in a millisecond."""
     monkeypatch.setattr(Away, "until", 0.0)
-    assert verdict(dataset(Away, ROW), tokenizer, "a").score == 1.0
+    data, Away.closed = dataset(Away, ROW), 0
+    assert verdict(data, tokenizer, "a").score == 1.0
+    wait_for(lambda: Away.closed >= 3, seconds=9)  # the failed ones too
 
 
 def test_an_episode_that_fails_for_good_may_be_left_out(dataset, tokenizer, monkeypatch):
