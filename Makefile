@@ -15,6 +15,8 @@ REAL := runs/smollm2_135m
 STAMP := .venv/requirements.txt
 # Beside the environment, not in it: JAX would look for a TPU at each start.
 TPU_COMPILER := .venv/tpu/libtpu/libtpu.so
+# Beside it too: its packages are used as they were published, and none is a requirement.
+ENVIRONMENTS := .venv/published/published.txt
 CONFIG ?= configs/qwen2_5_0_5b.py
 TOPOLOGY ?= v5e:2x4
 # Two files of tests at once: many tests keep one core busy, or wait for processes. In their order:
@@ -38,6 +40,8 @@ real: setup
 test: CHOSEN := -m "not slow"
 test test-all: setup
 	@$(MAKE) --no-print-directory $(TPU_COMPILER) || echo "no TPU compiler here: its tests are skipped"
+	@$(if $(CHOSEN),,$(MAKE) --no-print-directory $(ENVIRONMENTS) || \
+	  echo "no published environments here: their tests are skipped")
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/python -m pytest $(AT_ONCE) $(CHOSEN) $(ARGS)
@@ -59,6 +63,12 @@ $(TPU_COMPILER): $(STAMP)
 	  "$$(.venv/bin/python -c 'from importlib.metadata import requires; \
 	  print(next(r for r in requires("jax") if r.startswith("libtpu")).split(";")[0])')"
 	touch $@
+
+$(ENVIRONMENTS): $(STAMP) tests/published.txt
+	rm -rf $(@D)
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps \
+	  --target $(@D) -r tests/published.txt
+	cp tests/published.txt $@
 
 # The copy of the requirements is written last, so an interrupted set-up is done again.
 $(STAMP): requirements.txt
