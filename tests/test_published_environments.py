@@ -40,12 +40,15 @@ LOADED = 1  # more of each row, while the data is read, and one in all to see wh
 @pytest.fixture(scope="module", autouse=True)
 def published():
     """Imports come from the folder last, and nothing of it is left to other tests."""
+    root = logging.getLogger()  # which gem-llm sets up when it is imported
+    kept = [(it, it[:]) for it in (sys.path, sys.path_hooks, sys.meta_path, root.handlers)]
+    level = root.level
     sys.path.append(str(PUBLISHED))
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
     yield
-    sys.path.remove(str(PUBLISHED))
-    root.handlers[:], root.level = handlers, level  # gem-llm sets them when it is imported
+    for changed, before in kept:  # beartype, which OpenEnv brings, hooks all imports
+        changed[:] = before
+    root.setLevel(level)
+    sys.path_importer_cache.clear()
     for name, module in list(sys.modules.items()):
         if str(PUBLISHED) in str(getattr(module, "__file__", "")):
             del sys.modules[name]
