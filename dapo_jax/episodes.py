@@ -100,14 +100,19 @@ class Environments:
             self._is_closed |= number is None
             gone = [where for where in self._episodes if self._lets_go(where)]
             for where in gone:
-                in_thread(functools.partial(self._close, self._episodes.pop(where)))
+                self._close(self._episodes.pop(where))
 
     def _lets_go(self, where: Where) -> bool:
         return self._is_closed or where[0] in self._cancelled
 
     def _close(self, episode: Episode) -> None:
-        episode.close()
-        self._may_open.release()
+        """Closes an episode behind everything else; a program's end waits for it."""
+
+        def close():
+            episode.close()
+            self._may_open.release()
+
+        in_thread(close, program_waits=True)
 
     def answers(
         self, due: Collection[Where] | None = None, *, wait: bool
@@ -161,7 +166,7 @@ class Environments:
                 if goes_on:
                     self._episodes[where] = episode
             if not goes_on:
-                in_thread(functools.partial(self._close, episode))
+                self._close(episode)
         return answer
 
     def _replayed(self, prompt: Prompt, response: Response) -> Episode:

@@ -196,6 +196,37 @@ def test_an_episodes_bits_depend_on_no_schedule(cache, shards, reference):
     same_bits(found, expected)
 
 
+class OneOpen(Scripted):
+    """One episode is open at a time; the first turns of the others wait for its end."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.held = None, []
+
+    def ask(self, where, prompt, response, room):
+        super().ask(where, prompt, response, room)
+        if self.open in (None, where):
+            self.open = where
+        else:
+            self.held.append(self.ready.pop())
+
+    def answers(self, *, wait):
+        found, self.ready = [it for _, it in self.ready], []
+        if any(isinstance(answer, End) for _, answer in found):
+            self.open = None
+        if self.open is None and self.held:
+            self.ready.append(self.held.pop(0))
+            self.open = self.ready[0][1][0]
+        return found
+
+
+def test_few_open_environments_and_few_pages_end(reference):
+    """The pages of turns that waited made the one that went on begin anew, for ever."""
+    config, params, expected = reference
+    found = played(*build(config, SCARCE, params), OneOpen())
+    same_bits(found, expected)
+
+
 def resaved(partial):
     """Partial groups as a checkpoint gives them back."""
     return Progress.from_json(json.loads(json.dumps(Progress(partial=partial).to_json()))).partial

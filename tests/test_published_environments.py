@@ -202,7 +202,7 @@ def test_classes_of_skyrl_gym_reward_as_they_do_alone(play, monkeypatch, name, m
     prompt = [{"role": "user", "content": "What is 6 times 7?"}]
     row = {"prompt": prompt, "reward_spec": truth, "reward_model": truth, **more}
     ((said, reward),) = play(f"skyrl_gym.envs.{name}", turns, row)
-    assert len(closed) == EPISODES + LOADED + 1
+    assert len(closed) == EPISODES + LOADED
     alone = kind(env_config={}, extras=row)
     assert alone.init(prompt)[0] == prompt
     steps = [alone.step(turn) for turn in turns]

@@ -301,7 +301,9 @@ class Scheduler:
             while full_DB[d].sum() > self._free_DP[d].sum():
                 age_B = np.where(self._active_DB[d], self._rows_DB["age"][d], -1)
                 youngest = int(age_B.argmax())
-                if not self._drop(d, younger_than=age_B[youngest]):
+                # The only sample that goes on does not begin anew for those that wait.
+                is_alone = (age_B >= 0).sum() == 1
+                if not self._drop(d, younger_than=-1 if is_alone else age_B[youngest]):
                     full_DB[d, youngest] = False
                     preempted += self._preempt(d, youngest)
         shard_N, slot_N = np.nonzero(full_DB)

@@ -223,6 +223,7 @@ def load_data(
             tokenizer,
             max_prompt_tokens=r.max_prompt_tokens,
             environment_seconds=r.environment_seconds,
+            open_environments=r.open_environments,
         )
 
     settings = eval_settings(config) if evaluates else {}

@@ -45,12 +45,14 @@ def load_dataset(
     *,
     max_prompt_tokens: int,
     environment_seconds: float = 60.0,
+    open_environments: int = 0,
 ) -> Dataset:
     """Makes a data set's task, loads its examples and tokenizes them.
 
     key: the config key of the data set, for messages. settings: its values (`configs.base.dataset`)
     and those of the keys `rules` and `on_bad_row`; max_prompts of the prompts are kept (0: all).
-    environment_seconds: the longest that a call of its environment may take.
+    environment_seconds: the longest that a call of its environment may take. open_environments: so
+    many at most are open at once; 0: any number.
 
     Raises FileNotFoundError for a missing file and DataError for a task that does not exist, bad
     rows, what is no example, a prompt of no tokens, or where no prompt is left.
@@ -70,7 +72,9 @@ def load_dataset(
             notes.append(f"the first {most:,} of {len(prompts):,} usable prompts (max_prompts)")
             prompts = prompts[:most]
         if environment and prompts:
-            environment, examples = begun(environment, [it.example for it in prompts], key)
+            at_once = min(BEGUN_AT_ONCE, open_environments or BEGUN_AT_ONCE)
+            examples = [prompt.example for prompt in prompts]
+            environment, examples = begun(environment, examples, key, at_once=at_once)
             prompts, longer = tokenize(examples, tokenizer, key, **limit)
             overlong += longer
         lengths = [len(prompt.token_ids) for prompt in prompts]
@@ -100,7 +104,9 @@ def load_dataset(
     return Dataset(prompts, grade, report, same, environment, settings.get("k"))
 
 
-def begun(factory: Factory, examples: Sequence[Example], key: str) -> tuple[Factory, list[Example]]:
+def begun(
+    factory: Factory, examples: Sequence[Example], key: str, *, at_once: int
+) -> tuple[Factory, list[Example]]:
     """Begins an episode of each example, some at once, and closes it.
 
     Returns (the factory that knows who judges, the examples with what is said first). Raises
@@ -117,7 +123,7 @@ def begun(factory: Factory, examples: Sequence[Example], key: str) -> tuple[Fact
             raise DataError(f"{example.source}, row {example.row}: {error}") from error
 
     said_at, ready = time.monotonic(), []
-    with concurrent.futures.ThreadPoolExecutor(BEGUN_AT_ONCE) as pool:
+    with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
         for example in pool.map(introduced, examples):
             ready.append(example)
             if time.monotonic() - said_at > SAY_SECONDS:

@@ -23,6 +23,7 @@ import inspect
 import json
 import math
 import numbers
+import re
 import time
 import types
 import zlib
@@ -36,7 +37,8 @@ from dapo_jax.outside import imported
 from dapo_jax.tasks import calls
 from dapo_jax.tasks.calls import Call
 from dapo_jax.tasks.place import Place
-from dapo_jax.types import REWARDED, Example, Message, Verdict
+from dapo_jax.tasks.rows import UNANSWERED
+from dapo_jax.types import REWARDED, Example, Message, Verdict, plain_text
 
 REWARDS = ("get_reward", "reward", "correct")
 LIFECYCLE = {"reset", "init", "step", "close", "is_done", *REWARDS}
@@ -44,6 +46,8 @@ MAX_ERROR_CHARS = 300
 MAX_CHARS = 100_000  # of what one call says: a megabyte takes seconds to encode
 MAX_CALLS = 32  # of a turn
 TRIES, FIRST_PAUSE_SECONDS = 3, 0.25  # at least so many
+MISTAKES = (TypeError, NameError, AttributeError, ImportError)  # of the class
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]{6}")
 
 
 class EnvironmentFailed(ValueError):
@@ -71,28 +75,51 @@ class Factory:
     def of(cls, key: str, name: str, seconds: float) -> "Factory":
         """Imports the class that a data set's key names; ValueError where it has no contract."""
         factory = cls(name, imported(f"{key}.environment = {name!r}", name), seconds)
-        if not any(callable(getattr(factory.kind, it, None)) for it in ("reset", "init")):
-            raise ValueError(f"{key}.environment = {name!r}, which has neither reset nor init")
+        for has, lacks in (
+            (factory.can("reset", "init"), "neither reset nor init"),
+            (factory.is_stepped or factory.tools, "neither step nor tools"),
+        ):
+            if not has:
+                raise ValueError(f"{key}.environment = {name!r}, which has {lacks}")
         return factory
 
     @functools.cached_property
-    def kind(self) -> type:
-        """The class of what is made; a function is called once to see it."""
+    def kind(self) -> Any:
+        """The class of what is made; one of what a function makes, which is called once for it."""
         make = self.make
         while isinstance(make, functools.partial):
             make = make.func
-        return make if inspect.isclass(make) else type(self.make())
+        return make if inspect.isclass(make) else self._made()
+
+    def _made(self) -> Any:
+        place = Place(self.name)
+        try:
+            made = place.call(lambda: _constructed(self.make, {}), self.seconds)
+            with contextlib.suppress(Exception):
+                place.call(lambda: made.close(), self.seconds)
+            return made
+        except Exception as error:
+            raise ValueError(f"{self.name} cannot be made: {_shown(error)}") from error
+        finally:
+            place.end()
+
+    def can(self, *names: str) -> bool:
+        """Returns whether the class has one of these methods."""
+        return any(callable(getattr(self.kind, name, None)) for name in names)
 
     @property
     def is_stepped(self) -> bool:
         """Returns whether the class is of the stepped contract."""
-        return callable(getattr(self.kind, "step", None))
+        return self.can("step")
 
     @functools.cached_property
     def tools(self) -> dict[str, Callable]:
-        """The tools of a class of TRL's contract, by name."""
-        members = [] if self.is_stepped else inspect.getmembers(self.kind, inspect.isroutine)
-        return {it: tool for it, tool in members if it[0] != "_" and it not in LIFECYCLE}
+        """The tools of a class of TRL's contract, by name; some are an object's alone."""
+        for holder in () if self.is_stepped else (lambda: self.kind, self._made):
+            members = inspect.getmembers(holder(), inspect.isroutine)
+            if own := {it: tool for it, tool in members if it[0] != "_" and it not in LIFECYCLE}:
+                return own
+        return {}
 
     def schemas(self) -> list[dict]:
         """Describes the tools for the chat template; ValueError for one without hints or Args."""
@@ -151,8 +178,10 @@ class Episode(contextlib.AbstractContextManager):
         self._factory, self._reads = factory, reads
         self._environment = self._reward = None
         self._place: Place | None = Place(f"an episode of {factory.name}")
+        self._has_begun = False
         try:
             self.opening = self._begun(example)
+            self._has_begun = True
         except BaseException:
             self.close()
             raise
@@ -165,10 +194,17 @@ class Episode(contextlib.AbstractContextManager):
         name, *before = self._factory.name, *example.prompt[:-1]
         last, opening = example.prompt[-1], example.opening or ""
         prompt = [*before, {**last, "content": last["content"].removesuffix(opening)}]
-        columns = {"prompt": prompt, "answer": example.answer}
-        columns |= example.extra if isinstance(example.extra, Mapping) else {}
+        columns = {"prompt": prompt}
+        if example.answer != UNANSWERED:
+            columns["answer"] = example.answer
+        if isinstance(example.extra, Mapping):  # a row, as its file has it
+            columns |= example.extra
         columns = self._outside(lambda: copy.deepcopy(columns))
-        self._environment = self._outside(lambda: _constructed(self._factory.make, columns))
+
+        def make():  # what comes late is closed too
+            self._environment = _constructed(self._factory.make, columns)
+
+        self._outside(make)
         if begin := getattr(self._environment, "reset", None):
             # The row's, so that all episodes of a group begin alike, and each replay.
             seed = {"seed": zlib.crc32(f"{example.source} {example.row}".encode())}
@@ -182,12 +218,13 @@ class Episode(contextlib.AbstractContextManager):
             if messages[: len(prompt)] != prompt:
                 raise EnvironmentRefused(f"{name}.init replaces the prompt: it may add to it")
             messages = messages[len(prompt) :]
-        opening = "".join(message["content"] for message in messages)
+        opening = plain_text(messages)
         if example.opening not in (None, opening):
             raise EnvironmentRefused(
                 f"{name} begins with {opening!r:.200}, and in the prompt with "
                 f"{example.opening!r:.200}: all episodes of a row have to begin alike. Let reset "
-                "take `seed`, which is the row's, and draw by it"
+                "take `seed`, which is the row's, and draw by it alone: threads share the module "
+                "random"
             )
         return opening
 
@@ -237,7 +274,10 @@ class Episode(contextlib.AbstractContextManager):
             return
         self.measures["failed_closes"] = 0.0
         try:
-            self._given("close")
+            if self._place.is_taken and not self._has_begun:  # what comes late is closed behind it
+                self._place.later(functools.partial(self._value, "close"))
+            else:
+                self._given("close")
         except EnvironmentFailed as error:
             self.measures["failed_closes"] = 1.0
             logging.log_first_n(logging.WARNING, "close: %s", 1, error)
@@ -250,11 +290,11 @@ class Episode(contextlib.AbstractContextManager):
     def _given(self, name: str) -> Any:
         """Returns what an attribute of the environment is, or gives; None without it."""
 
-        def given():
-            value = getattr(self._environment, name, None)
-            return value() if callable(value) else value
+        return self._outside(functools.partial(self._value, name))
 
-        return self._outside(given)
+    def _value(self, name: str) -> Any:
+        value = getattr(self._environment, name, None)
+        return value() if callable(value) else value
 
     def _step(self, text: str) -> list[Message]:
         value = self._outside(lambda: self._environment.step(text))
@@ -275,12 +315,12 @@ class Episode(contextlib.AbstractContextManager):
             name, arguments = call["name"], call["arguments"]
             method = getattr(self._environment, name)
             inspect.signature(method).bind(**arguments)
-            content = _answer_text(self._in_place(lambda: method(**arguments)))
+            value = self._in_place(lambda: method(**arguments))
         except Exception as error:  # it may be the model's doing
             self.measures["failed_calls"] += 1
             self.measures["timeouts"] += isinstance(error, TimeoutError)
-            content = _cut(f"Error: {_shown(error)}")
-        return {"role": "tool", "name": name, "content": content}
+            value = f"Error: {_shown(error)}"
+        return {"role": "tool", "name": name, "content": self._read(name, _answer_text, value)}
 
     def _outside(self, call: Callable) -> Any:
         """Calls what is no tool: its failure is not the model's."""
@@ -288,7 +328,8 @@ class Episode(contextlib.AbstractContextManager):
             return self._in_place(call)
         except Exception as error:
             what = f"{type(error).__name__}: {_shown(error)}"
-            raise EnvironmentFailed(f"{self._factory.name} failed: {what}") from error
+            kind = EnvironmentRefused if isinstance(error, MISTAKES) else EnvironmentFailed
+            raise kind(f"{self._factory.name} failed: {what}") from error
 
     def _in_place(self, call: Callable) -> Any:
         if self._place.is_taken:  # by a tool that took too long
@@ -349,13 +390,19 @@ def _has(value: Any, *keys: str) -> bool:
 
 
 def _answer_text(value: Any) -> str:
-    """Writes what a tool returns: texts as they are, all else as JSON, or as Python shows it."""
+    """Writes what a tool returns: texts as they are, all else as JSON, or as Python shows it.
+
+    ValueError for an object that has no text but its address, which is another each time.
+    """
     with contextlib.suppress(ValueError):
         return _text_of(value)
     try:
-        return _cut(json.dumps(value, default=str, ensure_ascii=False))
+        text = json.dumps(value, default=str, ensure_ascii=False)
     except (TypeError, ValueError):
-        return _cut(str(value))
+        text = str(value)
+    if _ADDRESS.search(text):
+        raise ValueError("an object has no text")
+    return _cut(text)
 
 
 def _number(value: Any) -> float:
@@ -401,7 +448,7 @@ def _constructed(make: Callable, columns: Mapping) -> Any:
     Its settings are the column env_config: keys that are attributes too, as OmegaConf's.
     """
     parameters = inspect.signature(make).parameters
-    known = {"env_config": _Settings(columns.get("env_config", {})), "extras": dict(columns)}
+    known = {"env_config": _Settings(columns.get("env_config") or {}), "extras": dict(columns)}
     return make(**{name: value for name, value in known.items() if name in parameters})
 
 

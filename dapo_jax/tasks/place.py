@@ -50,6 +50,10 @@ class Place:
             raise TimeoutError(f"{TIMED_OUT} {seconds:g} s")
         return job.result()
 
+    def later(self, function: Callable[[], Any]) -> None:
+        """Has something called behind the call that has not come back; nobody waits for it."""
+        self._put((function, Future()))
+
     def end(self) -> None:
         """Ends the thread, or says that it is given up."""
         if self.is_taken:
@@ -83,11 +87,11 @@ class Place:
             await woken.wait()
 
 
-def in_thread(function: Callable[[], Any]) -> Future:
-    """Begins a call in a thread for which no program waits."""
+def in_thread(function: Callable[[], Any], *, program_waits: bool = False) -> Future:
+    """Begins a call in a thread of its own, for which a program waits at its end, or does not."""
     job: Future = Future()
-    arguments = (function, job, asyncio.run)
-    threading.Thread(target=_run, args=arguments, name="episode", daemon=True).start()
+    how = {"args": (function, job, asyncio.run), "daemon": not program_waits}
+    threading.Thread(target=_run, name="episode", **how).start()
     return job
 
 
