@@ -201,7 +201,7 @@ class OneOpen(Scripted):
 
     def __init__(self):
         super().__init__()
-        self.open, self.held = None, []
+        self.open, self.held, self.rounds = None, [], 0
 
     def ask(self, where, prompt, response, room):
         super().ask(where, prompt, response, room)
@@ -211,6 +211,8 @@ class OneOpen(Scripted):
             self.held.append(self.ready.pop())
 
     def answers(self, *, wait):
+        self.rounds += 1
+        assert self.rounds < 999  # 60 are enough
         found, self.ready = [it for _, it in self.ready], []
         if any(isinstance(answer, End) for _, answer in found):
             self.open = None
