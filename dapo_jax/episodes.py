@@ -24,7 +24,13 @@ from typing import NamedTuple
 import numpy as np
 
 from dapo_jax.process import hosts
-from dapo_jax.tasks.environments import EnvironmentFailed, Episode, Factory, retried
+from dapo_jax.tasks.environments import (
+    EnvironmentFailed,
+    EnvironmentRefused,
+    Episode,
+    Factory,
+    retried,
+)
 from dapo_jax.tasks.place import TIMED_OUT, in_thread
 from dapo_jax.tasks.tokenizer import Tokenizer
 from dapo_jax.types import LEFT_OUT, Message, Prompt, Response, Verdict
@@ -144,6 +150,8 @@ class Environments:
             answered = functools.partial(self._answered, where, prompt, response, room)
             return retried(self._factories[prompt.key].seconds, answered)
         except BaseException as error:
+            if self._lets_go(where):
+                return End(False, {})  # nobody reads it
             reason, turns = f"{prompt.example.source}, row {prompt.example.row}: {error}", []
             with contextlib.suppress(Exception):  # what failed may be the decoding
                 turns = [self._text(turn_T) for turn_T in response.turns_T[::2]]
@@ -157,7 +165,7 @@ class Environments:
     def _answered(self, where: Where, prompt: Prompt, response: Response, room: int) -> Answer:
         with self._lock:
             episode = self._episodes.pop(where, None)
-        episode, answer = episode or self._replayed(prompt, response), None
+        episode, answer = episode or self._replayed(where, prompt, response), None
         try:
             answer = self._next(episode, response, room)
         finally:
@@ -169,7 +177,7 @@ class Environments:
                 self._close(episode)
         return answer
 
-    def _replayed(self, prompt: Prompt, response: Response) -> Episode:
+    def _replayed(self, where: Where, prompt: Prompt, response: Response) -> Episode:
         """Begins an episode anew and repeats its turns but for the last.
 
         Raises EnvironmentFailed where an answer has other tokens than the response, but for that of
@@ -179,6 +187,8 @@ class Environments:
         with contextlib.ExitStack() as on_failure:
             self._may_open.acquire()
             on_failure.callback(self._may_open.release)
+            if self._lets_go(where):
+                raise EnvironmentRefused("its group was cancelled")
             episode = Episode(factory, prompt.example, self._tokenizer.tool_calls)
             on_failure.enter_context(episode)
             for turn_T, answer_T in zip(turns_T[:-1:2], turns_T[1::2], strict=True):
@@ -213,7 +223,10 @@ class Environments:
         return End(stopped, measures, verdict, episode.said)
 
     def _between(self, episode: Episode, messages: Sequence[Message], turn_T) -> list[int]:
-        return self._tokenizer.between(messages, int(turn_T[-1]), *episode.calls)
+        try:
+            return self._tokenizer.between(messages, int(turn_T[-1]), *episode.calls)
+        except ValueError as error:
+            raise EnvironmentRefused(f"the chat template {error}") from error
 
     def _text(self, tokens_T: np.ndarray) -> str:
         return self._tokenizer.decode(tokens_T.tolist())

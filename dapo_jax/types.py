@@ -78,7 +78,8 @@ class Verdict(NamedTuple):
     @property
     def has_no_answer(self) -> bool:
         """Returns whether no answer was found; an environment looks for none."""
-        return self.prediction is None and self.status not in ("correct", "wrong", REWARDED)
+        looked = self.status not in ("correct", "wrong", REWARDED, LEFT_OUT)
+        return self.prediction is None and looked
 
 
 @dataclasses.dataclass(frozen=True)

@@ -141,6 +141,8 @@ def test_the_prompt_shows_the_episode_that_is_played(dataset, tokenizer):
     assert len(set(seeds)) == 2
     for sample in range(2):
         assert verdict(data, tokenizer, "a", sample=sample).score == float(seeds[0][:-1])
+    own = dataset(Seeded, ROW | {"n": 1, "seed": 77})
+    assert own.prompts[0].example.text == "Go. Say 77."
 
 
 class Cart(Silent):
@@ -219,8 +221,41 @@ def test_so_many_environments_are_open_at_once(dataset, tokenizer):
     response = Response(np.int32([65, 258]), np.zeros(2, np.float32), True)
     for sample in range(8):
         running.ask((0, sample), data.prompts[0], response, 99)
-    ended = [it for _ in range(8) for it in running.answers(wait=True)]
-    assert len(ended) == 8 and Counted.most == 2
+    ended = []
+    while len(ended) < 8:
+        ended += running.answers(wait=True)
+    assert Counted.most == 2
+
+
+def test_a_failure_keeps_no_place_among_the_open_ones(dataset, tokenizer):
+    """In `reset`, and where a replay is answered otherwise: a lost place is a hang later."""
+    data = dataset(Counted, ROW, seconds=0.3)
+    how = {"max_turns": 3, "on_failure": "leave_out", "most_open": 1}
+    running = Environments({"data.train": data.environment}, tokenizer, **how)
+    other = np.array([False, False, True, False, False])
+    tokens, zeros = np.int32([65, 258, 66, 65, 258]), np.zeros(5, np.float32)
+    for live in (4, 0, 0):
+        Counted.live = live
+        running.ask((0, 0), data.prompts[0], Response(tokens, zeros, True, given_T=other), 99)
+        ((_, end),) = running.answers(wait=True)
+        assert end.verdict.status == LEFT_OUT
+        wait_for(lambda n=live: Counted.live == n, seconds=9)
+
+
+def test_a_cancelled_group_opens_nothing_more(dataset, tokenizer):
+    data = dataset(Counted, ROW)
+    running = Environments({"data.train": data.environment}, tokenizer, max_turns=3, most_open=1)
+    response = Response(np.int32([65, 258]), np.zeros(2, np.float32), True)
+    Counted.begun = 0
+    for sample in range(9):
+        running.ask((0, sample), data.prompts[0], response, 99)
+    wait_for(lambda: Counted.begun == 1, seconds=9)
+    running.close(0)
+    running.ask((1, 0), data.prompts[0], response, 99)
+    ended = []
+    while (1, 0) not in [where for where, _ in ended]:
+        ended += running.answers(wait=True)
+    assert Counted.begun == 2
 
 
 # What they return.
@@ -284,7 +319,7 @@ def test_what_reset_says_is_read_like_what_step_does(said, dataset):
     assert dataset(Says, ROW).prompts[0].example.text == "Go.on"
 
 
-@pytest.mark.parametrize("reward", [np.nan, np.inf, [1.0], "1"])
+@pytest.mark.parametrize("reward", [np.nan, np.inf, [1.0], "1", None])
 def test_a_reward_that_is_no_number_is_refused(reward, dataset, tokenizer):
     """NaN was Eq. 7's -1, and infinity left all updates out."""
 
@@ -294,6 +329,57 @@ def test_a_reward_that_is_no_number_is_refused(reward, dataset, tokenizer):
 
     with pytest.raises(EnvironmentFailed, match=r":Environment.get_reward gives .*finite number"):
         play(dataset(Judge, ROW), tokenizer, "a")
+
+
+class Twice:
+    """Asks once whether the answer is sure; the task grades the last turn."""
+
+    def reset(self, **columns):
+        self.turns = 0
+
+    def step(self, text):
+        self.turns += 1
+        return "Are you sure?" if self.turns < 2 else None
+
+
+class Misspelt(Twice):
+    @property
+    def reward(self):
+        return self.rewrad
+
+
+class Told(Silent):
+    correct = "42"
+
+
+class Ends(Silent):
+    def step(self, text):
+        return "on"
+
+    def is_done(self):
+        return "no"
+
+
+class Both(Twice):
+    reward = 0.0
+
+    def step(self, text):
+        return "on", 1.0, True
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Misspelt, "AttributeError: 'Misspelt' object has no attribute 'rewrad'"),
+        (Told, "correct gives '42': it has to be True or False"),
+        (Ends, "is_done gives 'no': it has to be True or False"),
+        (Both, "reward is 0, and its steps' is 1"),
+    ],
+)
+def test_verdicts_that_are_mistakes_are_refused(kind, message, dataset, tokenizer):
+    """A misspelt attribute was a reward of 0, a text was right."""
+    with pytest.raises(EnvironmentFailed, match=message):
+        play(dataset(kind, ROW), tokenizer, "a", "b")
 
 
 class Words(Silent):
@@ -344,17 +430,6 @@ def test_functions_and_partials_are_environments(make, dataset, tokenizer):
 
 
 # Who judges.
-
-
-class Twice:
-    """Asks once whether the answer is sure; the task grades the last turn."""
-
-    def reset(self, **columns):
-        self.turns = 0
-
-    def step(self, text):
-        self.turns += 1
-        return "Are you sure?" if self.turns < 2 else None
 
 
 @pytest.mark.parametrize(
@@ -408,6 +483,23 @@ def test_a_turn_that_is_cut_has_the_same_judge(dataset, tokenizer):
     assert [it.score for it in found] == [0.0, 0.0, 0.0, 1.0]
     assert {it.status for it in found} == {"rewarded"}
     assert not any(it.has_no_answer or it.prediction for it in found)
+
+
+@pytest.mark.parametrize("judge", ["reward", "correct", "get_reward"])
+def test_one_word_on_the_result_makes_the_class_the_judge(judge, dataset, tokenizer):
+    kind = type("Judge", (Twice,), {judge: True if judge == "correct" else lambda self: 0.25})
+    data = dataset(kind, ROW)
+    assert data.environment.judges and data.same is None
+    assert verdict(data, tokenizer, "a", "b").score == (1.0 if judge == "correct" else 0.25)
+
+
+def test_a_class_that_rewards_late_is_refused(dataset, tokenizer):
+    class Late(Twice):
+        def step(self, text):
+            return ("on", 1.0, True) if text else super().step(text)
+
+    with pytest.raises(EnvironmentFailed, match="gives a reward, and had none"):
+        play(dataset(Late, ROW | {"answer": "7"}), tokenizer, "a")
 
 
 class Graded(Silent):
@@ -630,8 +722,10 @@ def test_an_episode_that_fails_for_good_may_be_left_out(dataset, tokenizer, monk
     how = {"max_turns": 3, "on_failure": "leave_out"}
     running = Environments({"data.train": data.environment}, tokenizer, **how)
     _, response = play(data, tokenizer, "a", running=running)
-    group = data.grade(Group(0, data.prompts[0], (response, response)))
-    assert {it.status for it in group.grades[1]} == {LEFT_OUT}
+    Away.until = 0.5  # long ago
+    _, good = play(data, tokenizer, "a", sample=1)
+    group = data.grade(Group(0, data.prompts[0], (response, good)))
+    assert [it.status for it in group.grades[1]] == [LEFT_OUT, "rewarded"]
     assert "ConnectionError: connection refused" in response.turns[-1]["content"]
     for dynamic in (True, False):
         plan = StepPlan(lambda _: None, lambda it: it, 2, 1, 9, 99, dynamic_sampling=dynamic)
@@ -737,6 +831,10 @@ STRICT = (
     + END
     + TAIL
 )
+ALTERNATING = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}" + BEGIN + END + TAIL
+)
 TURN = "<|im_start|>assistant\n"
 
 
@@ -772,6 +870,28 @@ def test_what_a_tool_says_is_there_by_each_kind_of_template(template, said, data
     made = tokenizer_of(tmp_path, template)
     data = dataset(Shop, ROW, tokenizer=made)
     assert play(data, made, f"So: {call('price', thing='plum')}")[0] == said
+
+
+@pytest.mark.parametrize("template", [CHATML, OVER, BESIDE, STRICT, ALTERNATING])
+def test_two_calls_of_a_turn_are_answered_in_each_kind_of_template(template, dataset, tmp_path):
+    """Where roles alternate, or a call has one answer, the model's own turn ended the run."""
+    made = tokenizer_of(tmp_path, template)
+    data = dataset(Shop, ROW, tokenizer=made)
+    said, _ = play(data, made, call("price", thing="plum") * 2)
+    assert said.count("seventeen") == 2 and said.endswith(TURN)
+
+
+def test_what_the_template_does_not_take_is_refused_in_its_place(dataset, tmp_path):
+    """It became no tokens at all: the model went on behind its stop token."""
+    long = "{% if m.content | length > 500 %}{{ raise_exception('too long') }}{% endif %}"
+
+    class Long(Silent):
+        def step(self, text):
+            return "x" * 501
+
+    made = tokenizer_of(tmp_path, EACH + long + BEGIN + END + TAIL)
+    with pytest.raises(EnvironmentFailed, match=r"row 1: the chat template takes no such conv"):
+        play(dataset(Long, ROW, tokenizer=made), made, "a")
 
 
 def test_calls_that_the_template_writes_and_nobody_reads_are_refused(dataset, tmp_path):

@@ -487,7 +487,7 @@ def test_a_models_own_form_of_calls_is_read_by_its_response_template(calls, turn
     running = Environments(given, load(folder, chat="template"), max_turns=2)
     begun = Response(np.zeros(1, np.int32), np.zeros(1, np.float32), stopped=True)
     prompt = Prompt(np.zeros(1, np.int32), EXAMPLE, "k")
-    answers = running._replayed(prompt, begun).answer(turn)
+    answers = running._replayed((0, 0), prompt, begun).answer(turn)
     assert len(answers) == len(said)
     assert all(it["content"].startswith(text) for it, text in zip(answers, said, strict=True))
 

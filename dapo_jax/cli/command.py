@@ -37,8 +37,8 @@ def run(main: Callable[[list[str]], None]) -> None:
 
     try:
         app.run(guarded, flags_parser=parse_flags)
-    except SystemExit as ended:
-        hosts.leave_threads(ended.code)
+    except BaseException as ended:
+        hosts.leave_threads(ended.code if isinstance(ended, SystemExit) else 1)
         raise
 
 

@@ -177,7 +177,7 @@ ALARMS: tuple[Alarm, ...] = (
         + of.values("learner.learning_rate")
     )),
     Alarm("failed_calls", f"More than {FAILED:.0%} of the tool calls failed.",
-          lambda row, of: row.get("task/failed_calls", 0) > FAILED * row.get(CALLS, 0),
+          lambda row, of: row.get("task/failed_calls", 0) > FAILED * row.get(CALLS, math.inf),
           lambda row, of: (
         f"{row['task/failed_calls'] / row[CALLS]:.0%} of the tool calls failed, "
         f"{row['task/timeouts'] / row[CALLS]:.0%} by time. Are the errors the model's? "
@@ -185,10 +185,10 @@ ALARMS: tuple[Alarm, ...] = (
         + of.values("rollout.environment_seconds")
     )),
     Alarm("left_out", f"Environments failed in more than {LOST:.0%} of the groups.",
-          lambda row, of: row.get("verdicts/left_out", 0) > LOST * row["groups/sampled"],
+          lambda row, of: row.get("groups/left_out", 0) > LOST * row["groups/sampled"],
           lambda row, of: (
-        f"{row['verdicts/left_out']} episodes of {row['groups/sampled']} groups failed, which no "
-        "update trains on; rollouts/*.jsonl.gz says why. Look at "
+        f"environments failed in {row['groups/left_out']} of {row['groups/sampled']} groups, which "
+        "no update trains on; rollouts/*.jsonl.gz says why. Look at "
         + of.values("rollout.on_environment_failure", "rollout.environment_seconds")
     )),
     Alarm("ratio_gap", f"ratio_gap over alarms.max_ratio_gap (0: {RATIO_GAP}).",

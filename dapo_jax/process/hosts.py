@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import errno
 import functools
+import multiprocessing.util
 import os
 import pickle
 import re
@@ -271,21 +272,21 @@ def leave(line: str, status: int, *, say: Callable[[str], None] | None = None) -
 
 
 def leave_threads(code: str | int | None) -> None:
-    """Ends this process, some seconds from here, where Python then still waits for threads.
+    """Ends this process, some seconds from here, where Python then still waits for others.
 
-    It does for a pool that a tool has made, and that hangs. The command is over, and all is saved:
-    exit handlers come behind the threads. code: a SystemExit's.
+    It does for threads and processes of a tool's own that hang. The command is over, and all is
+    saved. code: a SystemExit's.
     """
 
     def leave_them():
         time.sleep(THREADS_SECONDS)
         frame = sys._current_frames().get(threading.main_thread().ident)
-        stack = (it.f_code for it, _ in traceback.walk_stack(frame))
-        if frame and threading._shutdown.__code__ in stack:
+        stack = {it.f_code for it, _ in traceback.walk_stack(frame)} if frame else set()
+        if stack & {threading._shutdown.__code__, multiprocessing.util._exit_function.__code__}:
             if started():
                 distributed.global_state.shutdown()
             status = code if isinstance(code, int) else int(code is not None)
-            leave("threads that do not end are left behind", status)
+            leave("threads or processes that do not end are left behind", status)
 
     threading.Thread(target=leave_them, name="end", daemon=True).start()
 

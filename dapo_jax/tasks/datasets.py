@@ -99,7 +99,7 @@ def load_dataset(
         raise type(error)(f"{key}{'.' if named else ': '}{error}") from error
     grade = functools.partial(graded, task=task, tokenizer=tokenizer)
     same = getattr(task, "same", by_text)
-    if environment and environment.judges is not False:
+    if environment and environment.judges:
         same = None
     return Dataset(prompts, grade, report, same, environment, settings.get("k"))
 
@@ -131,14 +131,13 @@ def begun(
                 progress = f"{key}: {len(ready):,} of {len(examples):,} episodes were begun"
                 print(progress, file=sys.stderr, flush=True)
     judges = _named(ready[0], lambda: factory.judges_in(ready[0]))
-    if no_answer := next((it for it in ready if it.answer == UNANSWERED), None):
-        if judges is False:
-            why = getattr(no_answer.extra, "why", "")
-            raise DataError(
-                f"{no_answer.source}, row {no_answer.row} has no answer ({why}), and "
-                f"{factory.name} has no reward: give it get_reward, or set answer_field or kind"
-            )
-        judges = True
+    no_answer = next((it for it in ready if it.answer == UNANSWERED), None)
+    if no_answer and not judges:
+        why = getattr(no_answer.extra, "why", "")
+        raise DataError(
+            f"{no_answer.source}, row {no_answer.row} has no answer ({why}), and {factory.name} "
+            "has no reward: give it get_reward, or set answer_field or kind"
+        )
     return dataclasses.replace(factory, judges=judges), ready
 
 

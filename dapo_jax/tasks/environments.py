@@ -63,7 +63,7 @@ class Factory:
     """Makes the environments of a data set.
 
     name: "module:Class". seconds: the longest that one call may take. judges: whether the class
-    rewards its episodes, and the task does not grade them; None: each episode shows it.
+    rewards its episodes, and the task does not grade them; None: nobody has looked.
     """
 
     name: str
@@ -112,6 +112,11 @@ class Factory:
         """Returns whether the class is of the stepped contract."""
         return self.can("step")
 
+    @property
+    def is_skyrl(self) -> bool:
+        """Returns whether `init` begins an episode, and steps reward it."""
+        return self.can("init") and not self.can("reset")
+
     @functools.cached_property
     def tools(self) -> dict[str, Callable]:
         """The tools of a class of TRL's contract, by name; some are an object's alone."""
@@ -143,18 +148,17 @@ class Factory:
         last = {**last, "content": last["content"] + opening}
         return dataclasses.replace(example, prompt=(*before, last), opening=opening)
 
-    def judges_in(self, example: Example) -> bool | None:
+    def judges_in(self, example: Example) -> bool:
         """Finds out in an episode of its own who judges: the class where it has a reward.
 
-        A stepped one may reward its steps: it gets an empty turn. None: that failed.
+        A stepped one may reward its steps: it gets an empty turn, as a model may write.
         """
-        if not example.opening and any(hasattr(self.kind, it) for it in (*REWARDS, "init")):
+        if not example.opening and (self.is_skyrl or any(hasattr(self.kind, it) for it in REWARDS)):
             return True
-        with Episode(self, example) as episode, contextlib.suppress(EnvironmentFailed):
+        with Episode(self, example) as episode:
             if self.is_stepped and not episode.has_reward:
                 episode.answer("")
             return episode.has_reward
-        return None
 
 
 def _without_self(tool: Callable) -> Callable:
@@ -231,7 +235,7 @@ class Episode(contextlib.AbstractContextManager):
     @property
     def has_reward(self) -> bool:
         """Returns whether the environment has a reward of its own, or has given one."""
-        is_known = self._reward is not None or hasattr(self._factory.kind, "init")
+        is_known = self._reward is not None or self._factory.is_skyrl
         return is_known or any(map(self._has, REWARDS))
 
     def answer(self, text: str) -> list[Message]:
@@ -242,7 +246,7 @@ class Episode(contextlib.AbstractContextManager):
         else:
             self.calls = list(self._reads(text, self._factory.schemas()))
             messages = [self._called(call, i) for i, call in enumerate(self.calls)]
-        return [] if messages and self._given("is_done") else messages
+        return [] if messages and self._read("is_done", _flag, self._given("is_done")) else messages
 
     def verdict(self) -> Verdict | None:
         """Grades the episode; None where the task is to.
@@ -250,19 +254,22 @@ class Episode(contextlib.AbstractContextManager):
         It is correct by the environment's word, or where its reward is above 0; where there is no
         word, dynamic sampling looks at rewards.
         """
-        rewards = (self._given("get_reward"), self._given("reward"), self._reward)
-        reward = next((it for it in rewards if it is not None), None)
-        correct, judges = self._given("correct"), self._factory.judges
+        name, judges, reward = self._factory.name, self._factory.judges, self._reward
+        if self._has("get_reward"):
+            reward = self._read("get_reward", _number, self._given("get_reward"))
+        elif (own := self._given("reward")) is not None:
+            own = self._read("reward", _number, own)
+            if reward not in (None, own):
+                raise EnvironmentRefused(f"{name}.reward is {own:g}, and its steps' is {reward:g}")
+            reward = own
+        correct = self._read("correct", _flag, self._given("correct"))
         if reward is None and correct is None:
             if not judges:
                 return None
             reward = 0.0  # of no steps
         elif judges is False:
-            name = self._factory.name
-            raise EnvironmentRefused(
-                f"{name} gives a reward, and at first had none: add get_reward"
-            )
-        reward = self._read("get_reward", _number, correct if reward is None else reward)
+            raise EnvironmentRefused(f"{name} gives a reward, and had none: give it get_reward")
+        reward = float(correct) if reward is None else reward
         is_correct = bool(reward > 0 if correct is None else correct)
         status = "correct" if is_correct else "wrong"
         status = REWARDED if correct is None else status
@@ -285,15 +292,18 @@ class Episode(contextlib.AbstractContextManager):
         self._place = None
 
     def _has(self, name: str) -> bool:
-        return inspect.getattr_static(self._environment, name, self) is not self
+        is_there = inspect.getattr_static(self._environment, name, self) is not self
+        return is_there or (
+            hasattr(type(self._environment), "__getattr__") and hasattr(self._environment, name)
+        )
 
     def _given(self, name: str) -> Any:
         """Returns what an attribute of the environment is, or gives; None without it."""
-
         return self._outside(functools.partial(self._value, name))
 
     def _value(self, name: str) -> Any:
-        value = getattr(self._environment, name, None)
+        # A property may raise AttributeError itself.
+        value = getattr(self._environment, name) if self._has(name) else None
         return value() if callable(value) else value
 
     def _step(self, text: str) -> list[Message]:
@@ -356,11 +366,13 @@ def step_of(value: Any) -> tuple[list[Message], float | None]:
         observation, reward, ends = value["observations"], value["reward"], [value["done"]]
     elif isinstance(value, tuple) and 3 <= len(value) <= 5:
         observation, reward, *ends = value
-        ends = ends[: 2 if len(value) == 5 else 1]
+        if ends[1:] and not isinstance(ends.pop(), Mapping | None):
+            raise ValueError("the last of four or five has to be the info")
+    elif isinstance(value, list) and not value:
+        raise ValueError("None ends an episode, no empty list")
     else:
         return messages_of(value), None
-    if not all(isinstance(it, bool | np.bool_) for it in ends):
-        raise ValueError("whether it is done has to be True or False")
+    ends = [_flag(end) for end in ends]
     # A tool that says nothing ends no episode.
     messages = messages_of(observation) or messages_of("")
     return [] if any(ends) else messages, None if reward is None else _number(reward)
@@ -397,12 +409,22 @@ def _answer_text(value: Any) -> str:
     with contextlib.suppress(ValueError):
         return _text_of(value)
     try:
-        text = json.dumps(value, default=str, ensure_ascii=False)
+        text = json.dumps(value, default=_plain, ensure_ascii=False)
     except (TypeError, ValueError):
         text = str(value)
     if _ADDRESS.search(text):
         raise ValueError("an object has no text")
     return _cut(text)
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def _flag(value: Any) -> bool | None:
+    if not isinstance(value, bool | np.bool_ | None):
+        raise ValueError("it has to be True or False")
+    return None if value is None else bool(value)
 
 
 def _number(value: Any) -> float:

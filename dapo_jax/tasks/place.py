@@ -8,6 +8,9 @@ may run one of its own. Host only: no jax.
 
 import asyncio
 import concurrent.futures
+import contextlib
+import contextvars
+import functools
 import inspect
 import logging
 import queue
@@ -66,14 +69,21 @@ class Place:
             self._wake()
 
     def _work(self) -> None:
+        context = contextvars.copy_context()  # one for all calls
+
+        def awaited(value):
+            return self._loop.run(self._awaited(value), context=context)
+
         while job := self._next():
-            _run(*job, lambda value: self._loop.run(self._awaited(value)))
+            function, result = job
+            _run(functools.partial(context.run, function), result, awaited)
         self._wake = None
         self._loop.close()
 
     def _next(self) -> tuple | None:
         if self._task:  # there may be more in the loop
-            self._loop.run(self._until_woken())
+            with contextlib.suppress(BaseException):  # of a task of the environment's
+                self._loop.run(self._until_woken())
         return self._jobs.get()
 
     async def _awaited(self, value: Any) -> Any:

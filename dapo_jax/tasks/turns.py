@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from dapo_jax.tasks import calls
 from dapo_jax.tasks.calls import Call
-from dapo_jax.types import Message
+from dapo_jax.types import Message, plain_text
 
 ANSWER = "%an answer%"  # stands for a turn where a template is looked at
 SAID = "%said%"  # and this for what the environment says
@@ -110,8 +110,14 @@ class Turns:
 
         made: the turn's calls, which the messages answer. ValueError where they have no place.
         """
-        answers = self._answers_of(tuple(message["role"] for message in messages))
-        text = answers(messages, made)
+        roles = tuple(message["role"] for message in messages)
+        try:
+            answers = self._answers_of(roles)
+        except ValueError:  # it may take one alone
+            messages = [{**messages[0], "content": plain_text(messages)}]
+            answers, made = self._answers_of(roles[:1]), made[:1]
+        if not (text := answers(messages, made)):
+            raise ValueError(f"takes no such conversation: {messages!r:.200}")
         return text[text.index(end) + len(end) :] if text.lstrip().startswith(end) else text
 
     def _answers_of(self, roles: tuple[str, ...]) -> Callable:
@@ -143,9 +149,7 @@ class Turns:
         return text.removeprefix(turn) if text.startswith(turn) else ""
 
     def _as_user(self, messages: Sequence[Message], made) -> str:
-        return self._behind_text(
-            [{"role": "user", "content": it["content"]} for it in messages], made
-        )
+        return self._behind_text([{"role": "user", "content": plain_text(messages)}], made)
 
     def rewrites_turns(self) -> bool:
         """Returns whether the template changes earlier turns of a conversation, as Qwen3's does."""
