@@ -114,8 +114,10 @@ def find_answer(response: str) -> str | None:
     return phrase[1] if phrase and phrase.start() > boxes[-1][2] else last_boxes(tail)
 
 
-def claimed(sentence: str) -> str:
+def claimed(sentence: str | None) -> str | None:
     """Returns the value that a sentence states, or all of it."""
+    if sentence is None:
+        return None
     sentence = re.sub(rf"(?i)^\s*{_LEAD_IN}+|\s+is\s+{_THE_ANSWER}\.?$", "", sentence)
     if not (claim := _CLAIM.match(_TEXT_GROUP.sub(r"\1", sentence))):
         return sentence

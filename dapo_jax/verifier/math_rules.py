@@ -16,7 +16,7 @@ string), and an empty prediction never equals an empty ground truth (its box mod
 import re
 
 from dapo_jax.types import Verdict
-from dapo_jax.verifier.equality import AlgebraNeededError, TooLargeError, compare_exactly, equal
+from dapo_jax.verifier.equality import AlgebraNeededError, compare_exactly, equal
 from dapo_jax.verifier.finding import TAIL_CHARS, last_answer, last_box
 from dapo_jax.verifier.grammar import Tree, read, spelling
 
@@ -125,10 +125,14 @@ def decide(text: str | None, truth: str) -> Verdict | tuple[str, Tree, Tree]:
     if verdict.status != "wrong":
         return verdict
     try:
-        if equal(answer, right, compare_exactly):
+        if _is_choice(form, spelling(truth)) or equal(answer, right, compare_exactly):
             return Verdict(True, form, "correct")
     except AlgebraNeededError:
         return form, answer, right
-    except TooLargeError:
-        return Verdict(False, form, "too_large")
     return Verdict(False, form, "unreadable_answer" if answer[0] == "text" != right[0] else "wrong")
+
+
+def _is_choice(form: str, truth: str) -> bool:
+    """Tells whether a letter is one of multiple choice in the other case."""
+    truth = truth.removeprefix("(").removesuffix(")")
+    return truth in tuple("ABCDE") and form.removeprefix("(").removesuffix(")") == truth.lower()
