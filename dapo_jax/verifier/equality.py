@@ -138,7 +138,9 @@ def _collections(one: Tree, other: Tree, compare: Compare) -> bool:
         )
     everything = (*items, *its_items)
     are_values = all(it[0] in ("number", "formula", "tuple", "measure", "map") for it in everything)
-    if len(kinds) > 1 and (not are_values or any(it[0] == "formula" and it[1].isalpha() for it in everything)):
+    if len(kinds) > 1 and (
+        not are_values or any(it[0] == "formula" and it[1].isalpha() for it in everything)
+    ):
         return False
     # Of several units none may be left out.
     units = {it[2] if it[0] == "measure" else "" for it in everything}

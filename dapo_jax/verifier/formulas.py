@@ -5,7 +5,7 @@ r"""Reads formulas as sympy's expressions, and compares them. Only workers impor
     factor = atom, and behind it ^ exponent, !, % and degrees
     atom   = number | name | function argument | \frac | \sqrt | (sum) | |sum| | \sum ...
 
-1/2x, which has two readings, is not read, nor is any word.
+What has two readings, as 1/2x, is not read.
 """
 
 import random
@@ -26,21 +26,24 @@ DIGITS = 1_000  # of a value
 POINTS = ((1, 10), (1, 100), (1, 2), (1, 40), *((-1, it) for it in (10, 20, 30, 50, 100, 5_000)))
 ENOUGH = 3  # points where both are real
 
-_GREEK = frozenset(
+_NAMES = frozenset(
     "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta kappa lambda mu nu xi rho "
     "sigma tau upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega "
     "ell hbar emptyset".split(" ")
 )
-_ACCENTS = frozenset("vec bar hat overline dot tilde overrightarrow angle triangle".split(" "))
+_ACCENTS = frozenset(("vec", "bar", "hat", "overline", "dot", "tilde", "angle", "triangle"))
 # Before a bracket these are functions; n(n+1) is a product.
-_OF_ANYTHING = frozenset(r"f g h F G H P Q \varphi \phi \psi \Gamma \tau \sigma \zeta".split(" "))
+_OF_ANYTHING = frozenset((*"fghFGHPQ", r"\varphi", r"\phi", r"\psi", r"\Gamma", r"\tau", r"\sigma"))
 _CONSTANTS = {"e": sympy.E, "i": sympy.I, r"\pi": sympy.pi, "pi": sympy.pi, r"\infty": sympy.oo}
-_CONSTANTS["infinity"] = sympy.oo
+_CONSTANTS |= {"infinity": sympy.oo}
 _MARKS = {"°": sympy.pi / 180, "%": sympy.Rational(1, 100)}
-_KNOWN = {"ln": "log", "log": "log", "exp": "exp", "max": "Max", "min": "Min", "!": "factorial", "mod": "Mod"}
-_KNOWN |= {it: it.replace("arc", "a") for it in FUNCTIONS if it[-3:] in ("sin", "cos", "tan")}
-_KNOWN |= {"binom": "binomial"} | {it: it for it in ("cot", "sec", "csc", "sinh", "cosh", "tanh", "gcd", "lcm")}
-_SERIES = {r"\sum": sympy.Sum, r"\prod": sympy.Product, r"\int": sympy.Integral}
+_KNOWN = {it: it.replace("arc", "a") for it in FUNCTIONS} | {
+    "ln": "log",
+    "max": "Max",
+    "min": "Min",
+}
+_KNOWN |= {"!": "factorial", "mod": "Mod", "binom": "binomial", "lfloor": "floor"}
+_KNOWN |= {"lceil": "ceiling", "sum": "Sum", "prod": "Product", "int": "Integral"}
 _SYMMETRIC = ("gcd", "lcm", "max", "min")
 
 
@@ -53,7 +56,7 @@ class TooLargeError(Exception):
 
 
 class Formula:
-    """Reads tokens from left to right; `value` is sympy's expression.
+    """Reads tokens from left to right; `value` is sympy's expression, of `letters`.
 
     log: what a logarithm without a base is divided by. in_order: capitals are matrices.
     """
@@ -62,7 +65,7 @@ class Formula:
         self.found, self.place, self.log, self.in_order = [*found], 0, log, in_order
         self.bound, self.letters, self.nesting, self.bars = {*bound}, set(), 0, 0
         self.value = self.sum()
-        if self.next.kind != "end":
+        if self.place < len(self.found):
             raise UnreadableError
 
     @property
@@ -71,32 +74,35 @@ class Formula:
 
     def at(self, *texts: str) -> bool:
         """Takes the next token if it is one of the texts."""
-        self.place += (fits := self.next.text in texts and self.next.kind != "end")
-        return fits
+        self.place += (is_one := self.next.text in texts)
+        return is_one
 
     def take(self, *texts: str) -> str:
-        if self.next.kind == "end" or (texts and self.next.text not in texts):
+        """Takes the next token, which has to be one of the texts where there are some."""
+        text = self.next.text
+        if not text or (texts and text not in texts):
             raise UnreadableError
         self.place += 1
-        return self.found[self.place - 1].text
+        return text
 
-    def part(self, found: Sequence[Token], bound=()):
+    def part(self, found: Sequence[Token]):
         """Reads other tokens."""
-        inner = Formula(found, self.log, in_order=self.in_order, bound=self.bound | {*bound})
-        self.letters |= inner.letters - {*bound}
+        inner = Formula(found, self.log, in_order=self.in_order, bound=self.bound)
+        self.letters |= inner.letters
         return inner.value
 
     def sum(self):
         self.nesting += 1
         if self.nesting > MAX_NESTING:
             raise UnreadableError
-        value = -self.term() if self.at("-") else self.term(self.at("+"))
+        sign = self.take() if self.next.text in ("+", "-") else "+"
+        value = self.term() if sign == "+" else -self.term()
         while self.next.text in ("+", "-"):
-            value = value + self.term() if self.at("+") else value - self.term(self.at("-"))
+            value = value + self.term() if self.take() == "+" else value - self.term()
         self.nesting -= 1
         return value
 
-    def term(self, _: bool = True):
+    def term(self):
         value, is_divided = self.factor(), False
         while True:
             if self.next.text == r"\times" and self.is_vector(-1) and self.is_vector(1):
@@ -108,28 +114,22 @@ class Formula:
                 value, is_divided = value / self.factor(), True
             elif self.at(r"\bmod"):
                 value = self.call("mod", [value, self.factor()])
-            elif self.goes_on():
-                if is_divided:
-                    raise UnreadableError
+            elif self.goes_on() and not is_divided:
                 value = value * self.factor()
             else:
                 return value
+
+    def is_vector(self, step: int) -> bool:
+        text = self.found[min(self.place + step, len(self.found) - 1)].text
+        return text.isupper() or text in ("}", r"\vec")
 
     def goes_on(self, *but: str) -> bool:
         """Tells whether a factor follows."""
         kind, text, _, _ = self.next
         if kind == "number":
             return self.found[self.place - 1].text in (")", "}", "!")
-        return text not in but and (
-            kind == "letters"
-            or text == "("
-            or (text == "|" and not self.bars)
-            or (kind == "command" and text not in (r"\}", r"\rangle", r"\rfloor", r"\rceil", r"\mid"))
-        )
-
-    def is_vector(self, step: int) -> bool:
-        text = "".join(it.text for it in self.found[self.place + step : self.place + step + 1])
-        return text.isupper() or text in ("}", r"\vec")
+        is_factor = kind in ("letters", "command") or text == "(" or (text == "|" and not self.bars)
+        return is_factor and text not in (*but, r"\rfloor", r"\rceil", r"\end")
 
     def factor(self):
         value = self.atom()
@@ -140,33 +140,33 @@ class Formula:
                 value = self.call("!", [value])
             elif self.next.text in _MARKS:
                 value = value * _MARKS[self.take()]
-            elif self.next.text in ("_", "'"):
-                raise UnreadableError
             else:
                 return value
 
     def raised(self, value):
+        """Reads an exponent: a power, or a mark such as the T of a transpose."""
         self.spread()
-        mark = self.next.text
-        if mark in (r"\top", "*", r"\dagger") or (mark == "T" and str(value).isupper()):
-            self.take()
-            return self.symbol(f"{value}^{'T' if mark != '*' else '*'}")
+        if self.at(r"\top", "*", r"\dagger") or (str(value).isupper() and self.at("T")):
+            return self.symbol(f"{value}^{self.found[self.place - 1].text.replace('top', 'T')}")
         return power(value, -self.atom() if self.at("-") else self.argument())
 
     def argument(self):
         """Reads what a command takes: braces, or one atom."""
-        if not self.at("{"):
-            return self.atom()
-        value = self.sum()
-        self.take("}")
-        return value
+        return self.part(self.script()) if self.next.text == "{" else self.atom()
 
     def script(self) -> list[Token]:
-        """Takes the tokens of an index or a limit."""
+        """Takes the tokens in braces, or one token."""
         begin, end = self.place, closing(self.found, self.place)
         self.place = end + 1
         inner = self.found[begin : end + 1]
         return inner[1:-1] if inner and inner[0].text == "{" else inner
+
+    def inside(self) -> list:
+        """Reads what brackets hold, with commas between."""
+        end = closing(self.found, self.place)
+        parts = split(self.found[self.place + 1 : end], ",;")[0]
+        self.place = end + 1
+        return [self.part(it) for it in parts]
 
     def atom(self):
         begin, kind, text = self.place, self.next.kind, self.take()
@@ -177,8 +177,8 @@ class Formula:
             self.place += 7 * (value is not None)
             value = number(self.found[begin : begin + 1]) if value is None else value
             return sympy.Rational(value.numerator, value.denominator)
-        if name in ("sqrt", "frac", "binom", "lfloor", "lceil", "lim") or text in _SERIES:
-            return self.structure(text)
+        if name in ("frac", "binom", "sqrt", "lfloor", "lceil", "sum", "prod", "int", "lim"):
+            return self.structure(name)
         if name in FUNCTIONS:
             return self.function(name)
         if text in _CONSTANTS and text not in self.bound and self.next.text != "_":
@@ -193,11 +193,10 @@ class Formula:
             self.take(")" if text == "(" else "|")
             self.bars -= text == "|"
             return sympy.Abs(value) if text == "|" else value
-        if name in ("angle", "triangle"):
-            return self.name(f"{text} {self.take()}")
         if name in _ACCENTS:
-            return self.name(f"{text} {joined(self.script())}")
-        if name in _GREEK or name.startswith("mathbb"):
+            is_angle = name in ("angle", "triangle")
+            return self.name(f"{text} {self.take() if is_angle else joined(self.script())}")
+        if name in _NAMES or name.startswith("mathbb"):
             return self.name(text)
         raise UnreadableError
 
@@ -211,117 +210,106 @@ class Formula:
         """Reads the marks, the index and the arguments of a name."""
         while self.next.text in ("'", "_"):
             text += "'" if self.at("'") else f"{self.take()}{joined(self.script())}"
-        end = closing(self.found, self.place)
-        parts, _ = split(self.found[self.place + 1 : end], ",;")
-        is_call = len(parts) > 1 or len(parts[0]) == 1 or re.split("[_']", text)[0] in _OF_ANYTHING
-        if self.next.text != "(" or not is_call:
-            return self.symbol(text)
-        self.place = end + 1
-        return self.symbol(f"{text}({','.join(str(self.part(it)) for it in parts)})", text)
+        inner = self.found[self.place + 1 : closing(self.found, self.place)]
+        is_call = len(inner) == 1 or len(split(inner, ",;")[0]) > 1
+        if self.next.text == "(" and (is_call or re.split("[_']", text)[0] in _OF_ANYTHING):
+            return self.symbol(f"{text}{self.inside()}", text)
+        return self.symbol(text)
 
     def symbol(self, text: str, letter: str = ""):
         self.letters |= {letter or text} - self.bound
-        is_matrix = self.in_order and text[0].isupper()
-        return sympy.Symbol(text, commutative=not is_matrix)
+        return sympy.Symbol(text, commutative=not (self.in_order and text[0].isupper()))
 
     def function(self, name: str):
         r"""Reads a base (of log), a power and the argument of a function: \sin^2 x."""
-        exponent, base = None, None
+        exponent, base = None, []
         while self.next.text in ("^", "_"):
-            if self.at("^"):
+            if self.take() == "^":
                 exponent = self.argument()
             else:
-                self.take()
-                base = self.argument()
+                base = [self.argument()]
         if exponent == -1 and name in ("sin", "cos", "tan"):
             name, exponent = f"arc{name}", None
         if self.next.text == "(":
-            end = closing(self.found, self.place)
-            values = [self.part(it) for it in split(self.found[self.place + 1 : end], ",")[0]]
-            self.place = end + 1
+            values = self.inside()
         else:
-            is_negative = self.at("-")
+            sign = -1 if self.at("-") else 1
             value = self.argument() if self.next.text == "{" else self.factor()
             while self.goes_on("(", "|") and self.next.text.removeprefix("\\") not in FUNCTIONS:
                 value = value * self.factor()
-            values = [-value if is_negative else value]
-        if base is not None and name == "log":
-            values.append(base)
-        elif base is not None or (len(values) > 1) != (name in _SYMMETRIC):
+            values = [sign * value]
+        if (len(values) > 1) != (name in _SYMMETRIC) or (base and name != "log"):
             raise UnreadableError
-        value = self.call(name, values)
+        value = self.call(name, [*values, *base])
         return value if exponent is None else power(value, exponent)
 
     def call(self, name: str, values: list):
-        """Applies a function; one of unknown values is a symbol."""
-        if name == "log" and len(values) == 1:
-            return sympy.log(values[0]) / self.log
+        """Applies a function; one of unknown numbers is a symbol."""
         if name in ("!", "binom") and any(it.is_number and abs(it) > MAX_TERMS for it in values):
             raise TooLargeError
-        if name not in (*_SYMMETRIC, "mod") and name in _KNOWN:
+        if name == "log" and len(values) == 1:
+            return sympy.log(values[0]) / self.log
+        is_symbol = name in (*_SYMMETRIC, "mod") and not all(it.is_number for it in values)
+        if name in _KNOWN and hasattr(sympy, _KNOWN[name]) and not is_symbol:
             return getattr(sympy, _KNOWN[name])(*values)
-        if name in _KNOWN and all(it.is_number for it in values):
-            return getattr(sympy, _KNOWN[name])(*values)
-        words = [str(it) for it in values]
-        return sympy.Symbol(f"{name}({','.join(sorted(words) if name in _SYMMETRIC else words)})")
+        words = sorted(map(str, values)) if name in _SYMMETRIC else [*map(str, values)]
+        return sympy.Symbol(f"{name}{words}")
 
-    def structure(self, text: str):
+    def structure(self, name: str):
         """Reads what a command builds of its arguments."""
-        if text == r"\frac":
+        if name == "frac":
             texts = "".join(it.text for it in self.found[self.place : self.place + 9])
             if re.match(r"\{d(?:\^\d)?\w?\}\{d\w(?:\^\d)?\}", texts):
                 raise UnreadableError
             return self.argument() / self.argument()
-        if text == r"\binom":
-            return self.call("binom", [self.argument(), self.argument()])
-        if text in (r"\sqrt", "sqrt"):
-            degree = 2
-            if self.at("["):
-                degree = self.sum()
-                self.take("]")
-            return power(self.argument(), sympy.Integer(1) / degree)
-        if text in (r"\lfloor", r"\lceil"):
+        if name == "binom":
+            return self.call(name, [self.argument(), self.argument()])
+        if name == "sqrt":
+            degree = self.inside()[0] if self.next.text == "[" else sympy.Integer(2)
+            return power(self.argument(), 1 / degree)
+        if name in ("lfloor", "lceil"):
             value = self.sum()
-            self.take(rf"\r{text[2:]}")
-            return sympy.floor(value) if text == r"\lfloor" else sympy.ceiling(value)
-        return self.series(text)
+            self.take(rf"\r{name[1:]}")
+            return self.call(name, [value])
+        return self.series(name)
 
-    def series(self, text: str):
+    def series(self, kind: str):
         """Reads a sum, product or limit with its index, or an integral, and computes it."""
         scripts = {"_": [], "^": []}
-        while self.next.text in scripts:
-            mark = self.take()
+        while (mark := self.next.text) in scripts:
+            self.take()
             scripts[mark] = self.script()
-        if text == r"\int":
+        if kind == "int":
             rest = [it.text for it in self.found[self.place :]]
-            last = next((i for i, it in enumerate(rest) if re.fullmatch("d[a-z]", it)), 0)
-            name, low = rest[last][1:] if rest else "", self.part(scripts["_"])
-            term = self.part(self.found[self.place : self.place + last], [name])
-            self.place += last + 1
+            length = next((i for i, it in enumerate(rest) if re.fullmatch("d[a-z]", it)), 0)
+            name, low = "".join(rest[length : length + 1])[1:], scripts["_"]
         else:
-            parts = split(scripts["_"], ("=", r"\to"))[0]
-            name, low = joined(parts[0]), self.part(parts[-1])
-            self.bound |= {name}
+            index, *_, low = split(scripts["_"], ("=", r"\to"))[0]
+            name = joined(index)
+        low, self.bound = self.part(low), self.bound | {name}
+        if kind == "int":
+            term = self.part(self.found[self.place : self.place + length])
+            self.place += length + 1
+        else:
             term = self.term()
-            self.bound -= {name}
-            self.letters -= {name}
+        self.bound -= {name}
         variable = sympy.Symbol(name)
-        if text == r"\lim":
+        if kind == "lim":
             return sympy.limit(term, variable, low)
         high = self.part(scripts["^"])
-        if text != r"\int" and high.is_Integer and low.is_Integer and high - low > MAX_TERMS:
+        if kind != "int" and high.is_Integer and low.is_Integer and high - low > MAX_TERMS:
             raise TooLargeError
-        return _SERIES[text](term, (variable, low, high)).doit()
+        return getattr(sympy, _KNOWN[kind])(term, (variable, low, high)).doit()
 
 
 def power(base, exponent):
-    """Raises to a power; the odd root of a negative number is negative. TooLargeError for many bits."""
+    """Raises to a power; the odd root of a negative number is negative. Raises TooLargeError."""
     if exponent.is_Rational:
-        size = max(base.p.bit_length(), base.q.bit_length()) if base.is_Rational else 0
-        if size * abs(exponent) > MAX_BITS or abs(exponent) > MAX_EXPONENTS[not base.is_Add]:
-            if base not in (0, 1, -1):
-                raise TooLargeError
-        if base.is_number and base.is_negative and exponent.q % 2 and exponent.q > 1:
+        bits = max(base.p.bit_length(), base.q.bit_length()) if base.is_Rational else 0
+        is_large = abs(exponent) > MAX_EXPONENTS[not base.is_Add]
+        if base not in (0, 1, -1) and (is_large or bits * abs(exponent) > MAX_BITS):
+            raise TooLargeError
+        if base.is_negative and exponent.q % 2 and exponent.q > 1:
             return sympy.real_root(base**exponent.p, exponent.q)
     return base**exponent
 
@@ -335,10 +323,10 @@ def compare(one: Tree, other: Tree, how: str) -> bool:
     A logarithm without a base is the natural one if the truth has such too.
     """
     texts = repr(one), repr(other)
-    has_log = re.search(r"log(?! ?_)", texts[1])
-    in_order = any(re.search(r"[A-Z][ (]?[A-Z]|\^\{?(?:T|\\+top|-1)\b\}? ?[A-Z]", it) for it in texts)
-    built = [_built(it, 1 if has_log else sympy.log(sympy.Symbol("base")), in_order) for it in (one, other)]
-    (a, letters), (b, its_letters) = built
+    log = 1 if re.search("log(?! ?_)", texts[1]) else sympy.log(sympy.Symbol("base"))
+    matrices = re.compile(r"[A-Z][ (]?[A-Z]|\^\{?(?:T|\\+top|-1)\b\}? ?[A-Z]")
+    in_order = any(map(matrices.search, texts))
+    (a, letters), (b, its_letters) = (_built(it, log, in_order) for it in (one, other))
     if letters != its_letters:
         return how == "checked"
     if how in ("equal", "checked"):
@@ -349,7 +337,7 @@ def compare(one: Tree, other: Tree, how: str) -> bool:
 
 
 def _built(tree: Tree, log, in_order: bool) -> tuple:
-    """Builds sympy's expression of a tree, and the letters in it."""
+    """Builds sympy's expression of a tree, and lists the letters in it."""
     kind, *parts = tree
     if kind == "number":
         return sympy.Rational(parts[0].numerator, parts[0].denominator), set()
@@ -361,12 +349,12 @@ def _built(tree: Tree, log, in_order: bool) -> tuple:
 
 
 def _same(a, b) -> bool:
-    if a.has(sympy.nan, sympy.zoo) or b.has(sympy.nan, sympy.zoo):
+    if any(it.has(sympy.nan, sympy.zoo) for it in (a, b)):
         return False
-    if a.is_Rational and b.is_Rational:
+    if a == b or (a.is_Rational and b.is_Rational):
         return a == b
-    if a == b or not (a.is_commutative and b.is_commutative):
-        return a == b or sympy.expand(a - b) == 0
+    if not (a.is_commutative and b.is_commutative):
+        return sympy.expand(a - b) == 0
     return sympy.oo not in (abs(a), abs(b)) and all(_close(*pair) for pair in _values(a, b))
 
 
@@ -376,22 +364,20 @@ def _values(a, b) -> list[tuple]:
     rng, points = random.Random(0), []
     for sign, size in POINTS if letters else POINTS[:1]:
         values = [rng.choice((1, sign)) * rng.randrange(100, 1000) * size for _ in letters]
-        points.append(dict(zip(letters, (sympy.Rational(it, 3310) for it in values), strict=True)))
+        points.append({k: sympy.Rational(v, 3310) for k, v in zip(letters, values, strict=True)})
     if not a.has(sympy.I) and not b.has(sympy.I):
         real = [it for it in points if _is_real(a, it) and _is_real(b, it)]
         points = real if len(real) >= ENOUGH else points
-    slow = a.has(*_SERIES.values()) or b.has(*_SERIES.values())
-    return [tuple(it.subs(point).evalf(30 if slow else DIGITS) for it in (a, b)) for point in points]
+    is_slow = any(it.has(sympy.Sum, sympy.Product, sympy.Integral) for it in (a, b))
+    digits = 30 if is_slow else DIGITS
+    return [(a.subs(point).evalf(digits), b.subs(point).evalf(digits)) for point in points]
 
 
 def _is_real(expression, point: dict) -> bool:
     """Tells whether no root or logarithm in an expression is one of a negative number."""
-    for part in expression.atoms(sympy.Pow, sympy.log):
-        if part.func is sympy.log or not part.exp.subs(point).is_integer:
-            inner = part.args[0].subs(point).evalf(15)
-            if not (inner.is_real and inner > 0):
-                return False
-    return True
+    parts = expression.atoms(sympy.Pow, sympy.log)
+    inner = [it.args[0] for it in parts if it.is_Pow <= (not it.args[-1].subs(point).is_integer)]
+    return all(it.subs(point).evalf(15).is_positive for it in inner)
 
 
 def _close(a, b) -> bool:

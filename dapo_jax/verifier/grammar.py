@@ -141,7 +141,9 @@ def _item(found: Sequence[Token]) -> Tree:
         return _text(found)
     signs = {r"\pm": "+-", r"\mp": "-+"}
     if any(it.text in signs for it in found):
-        cases = ([it._replace(text=signs.get(it.text, [it.text] * 2)[i]) for it in found] for i in (0, 1))
+        cases = (
+            [it._replace(text=signs.get(it.text, [it.text] * 2)[i]) for it in found] for i in (0, 1)
+        )
         return _joined("or", [*map(_item, cases)])
     parts, between = split(found, _RELATIONS)
     if not between:
@@ -166,7 +168,15 @@ def _item(found: Sequence[Token]) -> Tree:
 
 def _name(found: Sequence[Token]) -> str:
     """Spells what is before "="; f(x) is f(t)."""
-    return re.sub(r"\([a-z]\)$", "(x)", joined(found) if len(found) > 1 else found[0].text.casefold() if is_word(found[0]) else found[0].text)
+    return re.sub(
+        r"\([a-z]\)$",
+        "(x)",
+        joined(found)
+        if len(found) > 1
+        else found[0].text.casefold()
+        if is_word(found[0])
+        else found[0].text,
+    )
 
 
 def _side(found: Sequence[Token]) -> Tree:
@@ -276,7 +286,9 @@ def _measures(found: Sequence[Token]) -> Tree | None:
 def _unit(found: Sequence[Token], begin: int, money: Sequence[Token]) -> tuple[str | None, int]:
     """Reads the unit that begins at a place, up to the next number: (unit or None, its end)."""
     end = begin
-    while end < len(found) and (found[end].kind != "number" or found[end - 1].text in ("^", "-", "{")):
+    while end < len(found) and (
+        found[end].kind != "number" or found[end - 1].text in ("^", "-", "{")
+    ):
         end += 1
     words, before = found[begin:end], found[begin - 1]
     if words and words[0].kind == "letters" and not words[0].styled:

@@ -47,7 +47,10 @@ _REWRITTEN = (
     (re.compile(r"\b([AaPp])\.\s?[Mm]\b\.?"), r"\1m"),
     (re.compile(r"\(\s*(?:\\text\{\s*)?\\?b?mod\b\s*\}?([^()]*)\)"), r"\\pmod{\1}"),
     (re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\circ"), "°"),
-    (re.compile(r"°\s*(?:\\(?:text|mathrm)\s*\{\s*)?([CF])(?![a-zA-Z])\}?"), lambda it: "℃℉"["CF".find(it[1])]),
+    (
+        re.compile(r"°\s*(?:\\(?:text|mathrm)\s*\{\s*)?([CF])(?![a-zA-Z])\}?"),
+        lambda it: "℃℉"["CF".find(it[1])],
+    ),
     # \frac12 has two digits, one of them over the other.
     (re.compile(r"\\[dtc](frac|binom)"), r"\\\1"),
     (re.compile(r"\\(frac|binom)\s*(\d)"), r"\\\1{\2}"),

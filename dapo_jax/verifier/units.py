@@ -70,7 +70,11 @@ def unit_of(words: Sequence[str]) -> str | None:
             power = _POWERS[word]
         else:
             last = _symbol(word, is_known=sign < 0)
-            if last is None or last in total or (total and last == word not in _spellings() and sign > 0):
+            if (
+                last is None
+                or last in total
+                or (total and last == word not in _spellings() and sign > 0)
+            ):
                 return None
             total[last], power = sign * power, 1
         before = word
