@@ -90,7 +90,7 @@ def test_rows_are_merged_by_roles_and_texts_and_two_answers_are_a_conflict(tmp_p
     [
         ("dapo", "", "Answer:", 0),
         ("strict_box", "", r"\boxed{}", 0),
-        ("math_verify", "boxed", r"\boxed{}", 0),
+        ("symbolic", "boxed", r"\boxed{}", 0),
         ("dapo", "none", None, 0),
         ("strict_box", "dapo", "Answer:", 1),
         ("dapo", "Say {problem} twice.", None, 0),
@@ -111,7 +111,7 @@ def answer(text):
 
 
 JSONL, GSM8K, BOXED = ({"kind": kind} for kind in ("jsonl", "gsm8k", "math_solutions"))
-UNMATCHED = ("cm", "6\nor 7"), ("7" * 400,), ("7" * 101, "{7"), (r"\(\)",)
+UNMATCHED = ("cm", "6\nor 7"), ("7" * 400,), ("7" * 101, "{7"), (r"\(\)",), ("$",)
 BEGUN = [MESSAGE, {"role": "assistant", "content": "So\nAnswer: 2"}]
 BAD_LINES = (
     (JSONL, b'{"prompt": "a\xff", "answer": "1"}', "utf-8"),

@@ -64,9 +64,15 @@ def equal_answers(pairs: Sequence[tuple[str, str]], *, rules: str) -> list[bool]
 
     What grades responses also joins the votes of maj@k and the rows of one prompt.
     """
-    form = _BOX if rules == "strict_box" else _LINE
+    form = _BOX if rules in ("strict_box", "math_verify") else _LINE
     answers, others = [form % one for one, _ in pairs], [other for _, other in pairs]
     return [verdict.correct for verdict in verify_many(answers, others, rules=rules)]
+
+
+def texts_among(truths: Sequence[str], *, rules: str) -> list[str]:
+    """Lists the truths that the grammar of `strict` and `symbolic` reads as no more than texts."""
+    has_grammar = rules in ("strict", "symbolic")
+    return [truth for truth in truths if has_grammar and read(truth)[0] == "text"]
 
 
 def check_ground_truth(truth: str, *, rules: str) -> None:

@@ -6,6 +6,7 @@ response is the answer; `symbolic` is our own equality.
 
 import functools
 import json
+import re
 from collections.abc import Callable, Sequence
 
 from dapo_jax.types import Verdict
@@ -33,6 +34,7 @@ def library() -> Callable[[bytes], Callable[[], bytes]]:
     import math_verify
 
     def grade(response: str, truth: str) -> Verdict:
+        truth = truth if re.search(r"\$|\\boxed", truth) else f"${truth}$"  # it reads formulas so
         gold, answer = (math_verify.parse(it, parsing_timeout=None) for it in (truth, response))
         if not gold:
             return Verdict(False, None, "unreadable_ground_truth")
