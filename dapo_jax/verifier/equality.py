@@ -169,7 +169,10 @@ def _maps(one: Tree, other: Tree, compare: Compare) -> bool:
     with indices.
     """
     if one[0] == other[0]:
-        return _in_order(sorted(one[1:]), sorted(other[1:]), compare)
+        (names, values), (its_names, its_values) = (
+            zip(*sorted(it[1:]), strict=True) for it in (one, other)
+        )
+        return names == its_names and _in_order(values, its_values, compare)
     pairs, plain = (one[1:], other) if one[0] == "map" else (other[1:], one)
     if plain[0] == "tuple":
         return _in_order(plain[1:], [value for _, value in sorted(pairs)], compare)

@@ -147,5 +147,5 @@ def last_boxes(text: str) -> str | None:
         return None
     answer = ", ".join(text[start:end] for _, start, end in joined)
     unit = _BEHIND.match(rest)[1]
-    has_unit = read(answer)[0] != "measure" == read(answer + unit)[0]
+    has_unit = read(answer)[0] != "measure" and read(answer + unit)[0] in ("measure", "number")
     return answer + unit * has_unit

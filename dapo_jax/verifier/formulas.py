@@ -217,6 +217,8 @@ class Formula:
         return self.symbol(text)
 
     def symbol(self, text: str, letter: str = ""):
+        if text not in self.bound and self.bound & {*re.findall(r"\\?[a-zA-Z]+", text)}:
+            raise UnreadableError  # a_k of a sum over k
         self.letters |= {letter or text} - self.bound
         return sympy.Symbol(text, commutative=not (self.in_order and text[0].isupper()))
 
@@ -326,11 +328,16 @@ def compare(one: Tree, other: Tree, how: str) -> bool:
     log = 1 if re.search("log(?! ?_)", texts[1]) else sympy.log(sympy.Symbol("base"))
     matrices = re.compile(r"[A-Z][ (]?[A-Z]|\^\{?(?:T|\\+top|-1)\b\}? ?[A-Z]")
     in_order = any(map(matrices.search, texts))
-    (a, letters), (b, its_letters) = (_built(it, log, in_order) for it in (one, other))
+    try:
+        (a, letters), (b, its_letters) = (_built(it, log, in_order) for it in (one, other))
+    except (UnreadableError, TypeError, RecursionError):
+        return False
     if letters != its_letters:
         return how == "checked"
     if how in ("equal", "checked"):
         return _same(a, b)
+    if not (a.is_commutative and b.is_commutative):
+        return 0 in (sympy.expand(a - b), sympy.expand(a + b))
     ratios = [x / y for x, y in _values(a, b) if y != 0]
     is_constant = bool(ratios) and ratios[0] != 0 and all(_close(it, ratios[0]) for it in ratios)
     return is_constant and bool(how == "multiple" or ratios[0] > 0)

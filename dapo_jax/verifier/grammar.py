@@ -41,14 +41,18 @@ _INDEX = r"(?:_(?:\w|\{[^{}]*\}))?"
 _LETTER = rf"(?:(?!(?:e|i){_INDEX}$)[a-zA-Z]|[A-Z]{{2,3}}|\\(?!(?:{'|'.join(FUNCTIONS)}|infty|pi)\b)[a-zA-Z]+"
 _LETTER += rf"|\\(?:vec|hat|overline|overrightarrow|angle|triangle)\{{?\s*\w+\}}?){_INDEX}"
 _NAME = re.compile(
-    rf"{_LETTER}(?:\+{_LETTER})*|(?:{_LETTER})'*\([^()]*\)|\|[A-Z]{{2}}\||\\frac\{{[A-Z]{{2}}\}}\{{[A-Z]{{2}}\}}"
+    rf"{_LETTER}|[^\W\dxyz](?:\+[^\W\dxyz])+|(?:{_LETTER})'*(?:\^\{{-1\}})?\([^()]*\)|\|[A-Z]{{2}}\||\\frac\{{[A-Z]{{2}}\}}\{{[A-Z]{{2}}\}}"
 )
 
 
 @functools.lru_cache(maxsize=4096)
 def read(text: str) -> Tree:
     """Reads an answer; raises nothing."""
-    return _answer(tokens(text))
+    found = tokens(text)
+    try:
+        return _answer(found)
+    except RecursionError:
+        return _text(found)
 
 
 def spelling(text: str) -> str:
@@ -94,9 +98,9 @@ def _answer(found: Sequence[Token]) -> Tree:
     for joints in _JOINTS:
         parts, between = split(found, joints)
         if between:
-            cases = "or" in joints or (";" in joints and any(it.text == "=" for it in found))
             items = [*map(_answer, parts)]
-            return _joined("or" if cases else "list", items) if all(parts) else _text(found)
+            is_or = "or" in joints or (";" in joints and any(it[0] == "map" for it in items))
+            return _joined("or" if is_or else "list", items) if all(parts) else _text(found)
     return _item(found)
 
 
@@ -137,10 +141,11 @@ def is_name(name: str, *, loose: bool = False) -> bool:
 
 
 def _item(found: Sequence[Token]) -> Tree:
-    if _SHAPE.fullmatch(joined(found)):
-        return _text(found)
     signs = {r"\pm": "+-", r"\mp": "-+"}
-    if any(it.text in signs for it in found):
+    doubled = sum(it.text in signs for it in found)
+    if doubled > 1 or _SHAPE.fullmatch(joined(found)):
+        return _text(found)
+    if doubled:
         cases = (
             [it._replace(text=signs.get(it.text, [it.text] * 2)[i]) for it in found] for i in (0, 1)
         )
@@ -193,7 +198,9 @@ def _side(found: Sequence[Token]) -> Tree:
         is_long = digits.isdigit() and len(digits) >= ROUNDED_DIGITS
         return "number", value, *([len(digits)] if is_long else [])
     return _measures(found) or (
-        _text(found) if any(map(is_word, found)) else ("formula", joined(found))
+        _text(found)
+        if any(is_word(it) or it.text in ":?#@~&" for it in found)
+        else ("formula", joined([it._replace(spaced=False) for it in found]))
     )
 
 

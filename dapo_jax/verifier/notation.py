@@ -65,10 +65,12 @@ _ALIASES = dict(
 )
 # Between brackets a comma separates: (1,200) is a pair.
 _NUMBER = r"(?:\.\d+|%s\d+(?:\.\d+)?)(?:[eE][+-]?\d{1,3}(?![\w.]))?"
-_THOUSANDS = r"\d{1,3}(?:,\d{3})+(?!,?\d)(?:\.\d+)?|\d{1,3}(?: \d{3})+(?![\d/]| \d)(?:\.\d+)?|"
+_THOUSANDS = (
+    r"\d{1,3}(?:,\d{3})+(?!,?\d)(?:\.\d+)?|(?<![\^_])\d{1,3}(?: \d{3})+(?![\d/]| \d)(?:\.\d+)?|"
+)
 _OUTSIDE, _INSIDE = (
     re.compile(
-        r"(?s)(?P<space>(?:\s|\$|(?<=[\w})])~|\\[,;: ()\[\]]|\\(?:q?quad|left|right|[bB]igg?[lrm]?"
+        r"(?s)(?P<space>(?:\s|\$|(?<=[\w}){])~|\\[,;: ()\[\]]|\\(?:q?quad|left|right|[bB]igg?[lrm]?"
         r"|limits|displaystyle|textstyle|large|rm)(?![a-zA-Z]))+)"
         r"|(?P<style>\\(?:boxed|fbox|mathbf|boldsymbol|textbf|bm|mathit|textit|emph)\s*\{)"
         r"|(?P<styled>\\(?:text(?:rm|normal)?|math(?:rm|sf)|mbox|operatorname\*?)\s*\{)"
@@ -82,7 +84,8 @@ _OUTSIDE, _INSIDE = (
 
 def tokens(text: str) -> list[Token]:
     """Lists what a text says, without marks around it; nothing of one that is too long."""
-    text = text.translate(_TRANSLATED) if len(text) <= MAX_CHARS else ""
+    text = text.translate(_TRANSLATED)
+    text = text if len(text) <= MAX_CHARS else ""
     if r"\begin" not in text:  # some data is escaped twice
         text = text.replace("\\\\", "\\")
     for pattern, new in _REWRITTEN:
@@ -140,8 +143,8 @@ def joined(found: Sequence[Token]) -> str:
     """Returns the one spelling of tokens, which reads as the same tokens."""
     text, last = "", None
     for token in found:
-        if last and token.kind in ("letters", "number") and last.kind != "sign":
-            is_unit = token.spaced and token.kind == "letters"
-            text += " " * (is_unit or last.kind in (token.kind, "command"))
+        if last and token.kind in ("letters", "number"):
+            is_unit = token.spaced and token.kind == "letters" and last.kind == "number"
+            text += " " * (is_unit or last.kind in (token.kind, "command") or last.text == ",")
         text, last = text + token.text, token
     return text
