@@ -1,7 +1,7 @@
 """Tells whether two trees are one answer: a rule for each kind, in one place.
 
-Numbers are compared exactly, formulas by a `Compare`: in this process those that are spelled alike
-are the same, and `formulas` knows about the others.
+Numbers are compared exactly, formulas by a `Compare`: in this process those of one spelling are the
+same, and `formulas` knows about the others.
 """
 
 import itertools
@@ -15,7 +15,9 @@ from dapo_jax.verifier.units import compatible
 # "positive" one, or "checked": equal, or of other letters.
 Compare = Callable[[Tree, Tree, str], bool]
 FORMULA = ("number", "formula", "-", "*")
-INFINITY, DEGREE = ("formula", r"\infty"), ("formula", "1°")
+ORDERED = ("tuple", "matrix", "builder", r"\setminus", "[]", "[)", "(]", "()", "[")
+DEGREE, PERCENT, MINUS = ("formula", "1°"), ("number", Fraction(1, 100)), ("number", Fraction(-1))
+INFINITY = ("formula", r"\infty")
 
 
 class AlgebraNeededError(Exception):
@@ -38,40 +40,31 @@ def _is_rounded(decimal: Tree, value: Tree) -> bool:
 
 def equal(one: Tree, other: Tree, compare: Compare) -> bool:
     """Tells whether an answer is right where another is the truth; raises what `compare` does."""
-    if one == other:
-        return True
-    kinds, kind = {one[0], other[0]}, one[0]
-    if other[0] == "approximate":
-        return equal(one, other[1], compare)
+    kind, kinds = one[0], {one[0], other[0]}
+    if one == other or other[0] == "approximate":
+        return one == other or equal(one, other[1], compare)
     if kinds & {"text", "approximate"}:
         return False
-    if "=" in kinds:
-        return _equations(one, other, compare)
-    if "measure" in kinds:
-        return _measures(one, other, compare)
+    for name, rule in (("=", _equations), ("measure", _measures), ("map", _maps)):
+        if name in kinds:
+            return rule(one, other, compare)
     if kinds <= {*FORMULA}:
         return compare(one, other, "equal")
-    if "map" in kinds:
-        return _maps(one, other, compare)
+    if len(kinds) == 1 and kind in (*ORDERED, r"\cup", r"\cap"):
+        rule = _in_order if kind in ORDERED else _matched
+        return rule(one[1:], other[1:], compare)
+    if len(kinds) == 1 and kind in (r"\ne", r"\equiv"):
+        return _relations(one, other, compare)
     if kinds <= {"list", "or", "set"} and _collections(one, other, compare):
         return True
-    if len(kinds) == 1:
-        if kind in ("tuple", "matrix", "builder", r"\setminus", "[]", "[)", "(]", "()", "["):
-            return _in_order(one[1:], other[1:], compare)
-        if kind in (r"\cup", r"\cap"):
-            return _matched(one[1:], other[1:], compare)
-        if kind == r"\ne":
-            return compare(("-", *one[1:]), ("-", *other[1:]), "multiple")
-        if kind == r"\equiv":
-            return _congruent(one, other, compare)
-        if kind == "<" and one[1] == other[1]:
-            steps = [[("-", b, a) for a, b in itertools.pairwise(it[2:])] for it in (one, other)]
-            if all(compare(a, b, "positive") for a, b in zip(*steps, strict=True)):
-                return True
-    return _regions(one, other, compare)
-
-
-# An answer with a name, or with a unit.
+    if kinds == {"<"} and one[1] == other[1]:
+        steps = [[("-", b, a) for a, b in itertools.pairwise(it[2:])] for it in (one, other)]
+        if all(compare(a, b, "positive") for a, b in zip(*steps, strict=True)):
+            return True
+    (name, region), (its_name, its_region) = _region(one), _region(other)
+    if None in (region, its_region) or (region, its_region) == (one, other):
+        return False
+    return (name == its_name or "" in (name, its_name)) and equal(region, its_region, compare)
 
 
 def _equations(one: Tree, other: Tree, compare: Compare) -> bool:
@@ -79,10 +72,10 @@ def _equations(one: Tree, other: Tree, compare: Compare) -> bool:
         return _is_consistent(one, compare) and equal(one[-1], other, compare)
     if one[0] != "=":
         return is_name(other[1]) and equal(one, other[-1], compare)
-    if is_name(other[1]) and one[1] == other[1] and _is_consistent(one, compare):
-        return equal(one[-1], other[-1], compare)
+    if is_name(other[1]) and one[1] == other[1]:
+        return _is_consistent(one, compare) and equal(one[-1], other[-1], compare)
     sides = one[2:], other[2:]
-    if any(len(it) != 2 or it[0][0] not in FORMULA or it[1][0] not in FORMULA for it in sides):
+    if any(len(it) != 2 or not {it[0][0], it[1][0]} <= {*FORMULA} for it in sides):
         return False
     return compare(("-", *sides[0]), ("-", *sides[1]), "multiple")
 
@@ -93,12 +86,11 @@ def _is_consistent(equation: Tree, compare: Compare) -> bool:
     Behind a name, formulas of other letters are not checked: A = bh/2 = 12.
     """
     _, name, *sides, last = equation
-    named = is_name(name, loose=True)
-    for side in sides[named:]:
-        if r"\dots" in str(side[1]):
-            continue
-        alike = side[0] in FORMULA and last[0] in FORMULA and named
-        if not (compare(side, last, "checked") if alike else equal(side, last, compare)):
+    is_named = is_name(name, loose=True)
+    for side in sides[is_named:]:
+        is_formula = is_named and {side[0], last[0]} <= {*FORMULA}
+        same = compare(side, last, "checked") if is_formula else equal(side, last, compare)
+        if r"\dots" not in str(side[1]) and not same:
             return False
     return True
 
@@ -108,50 +100,44 @@ def _measures(one: Tree, other: Tree, compare: Compare) -> bool:
 
     An angle without its sign is one of degrees if it is a number, else of radians.
     """
-    (value, unit), (its_value, its_unit) = (
-        it[1:] if it[0] == "measure" else (it, "") for it in (one, other)
-    )
-    if value[0] not in FORMULA or its_value[0] not in FORMULA:
+    values = [it if it[0] != "measure" else it[1] for it in (one, other)]
+    units = [it[2] if it[0] == "measure" else "" for it in (one, other)]
+    if any(it[0] not in FORMULA for it in values):
         return False
-    signed, plain = (value, its_value) if unit else (its_value, value)
-    is_number = plain[0] == "number"
-    if {unit, its_unit} == {"%", ""}:
-        if (not is_number or abs(plain[1]) >= 1 or not plain[1]) and equal(signed, plain, compare):
-            return True
-        return equal(("*", signed, ("number", Fraction(1, 100))), plain, compare)
-    if {unit, its_unit} == {"°", ""} and not is_number:
-        return equal(("*", signed, DEGREE), plain, compare)
-    return compatible(unit, its_unit) and equal(value, its_value, compare)
-
-
-# An answer of several parts.
+    plain = values[units.index("")] if "" in units else None
+    is_number = plain is not None and plain[0] == "number"
+    if {*units} == {"%", ""} or ({*units} == {"°", ""} and not is_number):
+        scaled = [
+            ("*", value, PERCENT if unit == "%" else DEGREE) if unit else value
+            for value, unit in zip(values, units, strict=True)
+        ]
+        is_part = "°" in units or (is_number and 0 < abs(plain[1]) < 1)
+        return equal(*scaled, compare) or (not is_part and equal(*values, compare))
+    return compatible(*units) and equal(*values, compare)
 
 
 def _collections(one: Tree, other: Tree, compare: Compare) -> bool:
     """Compares items in any order; "and" is "or" between values, but not between words."""
-    kinds, items, its_items = {one[0], other[0]}, one[1:], other[1:]
-    if kinds == {"set"}:
-        return all(
-            any(equal(a, b, compare) for b in right)
-            for left, right in ((items, its_items), (its_items, items))
-            for a in left
-        )
-    everything = (*items, *its_items)
-    are_values = all(it[0] in ("number", "formula", "tuple", "measure", "map") for it in everything)
-    if len(kinds) > 1 and (
-        not are_values or any(it[0] == "formula" and it[1].isalpha() for it in everything)
-    ):
-        return False
+    items, its_items, both = one[1:], other[1:], (*one[1:], *other[1:])
+    if one[0] == other[0] == "set":
+        pairs = (items, its_items), (its_items, items)
+        return all(any(equal(a, b, compare) for b in right) for left, right in pairs for a in left)
+    are_values = all(
+        it[0] in ("number", "formula", "tuple", "measure", "map") and not str(it[1]).isalpha()
+        for it in both
+    )
     # Of several units none may be left out.
-    units = {it[2] if it[0] == "measure" else "" for it in everything}
-    return not ("" in units and len(units) > 2) and _matched(items, its_items, compare)
+    units = {it[2] if it[0] == "measure" else "" for it in both}
+    if (one[0] != other[0] and not are_values) or ("" in units and len(units) > 2):
+        return False
+    return _matched(items, its_items, compare)
 
 
 def _matched(items: Sequence[Tree], its_items: Sequence[Tree], compare: Compare) -> bool:
     left = [*its_items]
-    for item in items:
+    for item in items if len(items) == len(left) else ():
         place = next((i for i, it in enumerate(left) if equal(item, it, compare)), None)
-        if place is None or len(items) != len(its_items):
+        if place is None:
             return False
         del left[place]
     return not left
@@ -168,52 +154,41 @@ def _maps(one: Tree, other: Tree, compare: Compare) -> bool:
     Values without names are in the order that the map has them in, unless its names are one letter
     with indices.
     """
-    if one[0] == other[0]:
-        (names, values), (its_names, its_values) = (
-            zip(*sorted(it[1:]), strict=True) for it in (one, other)
-        )
-        return names == its_names and _in_order(values, its_values, compare)
     pairs, plain = (one[1:], other) if one[0] == "map" else (other[1:], one)
+    names, values = zip(*sorted(pairs), strict=True)
+    if plain[0] == "map":
+        its_names, its_values = zip(*sorted(plain[1:]), strict=True)
+        return names == its_names and _in_order(values, its_values, compare)
     if plain[0] == "tuple":
-        return _in_order(plain[1:], [value for _, value in sorted(pairs)], compare)
-    values = [value for _, value in pairs]
-    if len({name.partition("_")[0] for name, _ in pairs}) == 1 and plain[0] in ("list", "set"):
+        return _in_order(plain[1:], values, compare)
+    if len({name.partition("_")[0] for name in names}) == 1 and plain[0] in ("list", "set"):
         return _matched(plain[1:], values, compare)
-    return plain[0] == "list" and _in_order(plain[1:], values, compare)
+    return plain[0] == "list" and _in_order(plain[1:], [value for _, value in pairs], compare)
 
 
-def _congruent(one: Tree, other: Tree, compare: Compare) -> bool:
+def _relations(one: Tree, other: Tree, compare: Compare) -> bool:
+    if one[0] == r"\ne":
+        return compare(("-", *one[1:]), ("-", *other[1:]), "multiple")
     (name, rest, modulus), (its_name, its_rest, its_modulus) = one[1:], other[1:]
-    alike = _in_order((name, modulus), (its_name, its_modulus), compare)
     if {rest[0], its_rest[0], modulus[0]} == {"number"} and modulus[1]:
-        return alike and (rest[1] - its_rest[1]) % modulus[1] == 0
-    return alike and equal(rest, its_rest, compare)
-
-
-def _regions(one: Tree, other: Tree, compare: Compare) -> bool:
-    (name, region), (its_name, its_region) = _region(one), _region(other)
-    if not region or not its_region or (one[0] == other[0] == "tuple"):
-        return False
-    if "" not in (name, its_name) and name != its_name:
-        return False
-    return (region, its_region) != (one, other) and equal(region, its_region, compare)
+        rest = its_rest if (rest[1] - its_rest[1]) % modulus[1] == 0 else rest
+    return _in_order((name, rest, modulus), (its_name, its_rest, its_modulus), compare)
 
 
 def _region(tree: Tree) -> tuple[str, Tree | None]:
-    """Reads an inequality or a membership as (letter, interval or set)."""
+    """Reads an inequality or a membership as (letter, interval or set); None where it is neither."""
     kind, *parts = tree
-    if kind in ("[]", "[)", "(]", "()", r"\cup", "set", "list"):
-        return "", tree
+    if kind in ("[]", "[)", "(]", "()", r"\cup", "set", "list", "tuple"):
+        is_pair = kind == "tuple" and len(parts) == 2
+        return "", ("()", *parts) if is_pair else tree
     if tree == ("formula", r"\mathbb{R}"):
-        return "", ("()", ("*", ("number", Fraction(-1)), INFINITY), INFINITY)
-    if kind == "tuple" and len(parts) == 2:
-        return "", ("()", *parts)
+        return "", ("()", ("*", MINUS, INFINITY), INFINITY)
     if kind == r"\in" and parts[0][0] == "formula" and is_name(parts[0][1]):
         return parts[0][1], _region(parts[1])[1] or parts[1]
     if kind == "or":
-        regions = [_region(it) for it in parts]
-        is_one = len({name for name, _ in regions}) == 1 and all(it for _, it in regions)
-        return regions[0][0], ((r"\cup", *(it for _, it in regions)) if is_one else None)
+        names, regions = zip(*map(_region, parts), strict=True)
+        is_union = len({*names}) == 1 and None not in regions
+        return names[0], (r"\cup", *regions) if is_union else None
     if kind != "<":
         return "", None
     signs, *sides = parts
@@ -226,8 +201,5 @@ def _region(tree: Tree) -> tuple[str, Tree | None]:
         signs, sides = (*signs, "<"), [*sides, INFINITY]
     if len(sides) != 3 or sides[1][0] != "formula" or not is_name(sides[1][1]):
         return "", None
-    ends = "(" if signs[0] == "<" else "[", ")" if signs[1] == "<" else "]"
-    return sides[1][1], ("".join(ends), sides[0], sides[2])
-
-
-MINUS = ("number", Fraction(-1))
+    ends = "(["[signs[0] != "<"] + ")]"[signs[1] != "<"]
+    return sides[1][1], (ends, sides[0], sides[2])
