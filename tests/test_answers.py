@@ -17,7 +17,11 @@ from dapo_jax.verifier import equal_answers, verify_many
 from dapo_jax.verifier.grammar import read, spelling
 
 PAIRS = 12_000 if FULL else 1_200
-LETTERS = "xyabcmn"
+
+
+def spellings(table: str) -> list[list[str]]:
+    """Reads a line of spellings for each value."""
+    return [line.strip().split("; ") for line in table.strip().split("\n")]
 
 
 def spelled_number(value: Fraction, rng: random.Random) -> str:
@@ -55,23 +59,17 @@ class Numbers:
 class Measures:
     """Lists of numbers with units, and money."""
 
-    SPELLED = (
-        *(
-            ("h", "hours", r"\text{ hours}", "hr"),
-            ("min", "minutes", r"\text{ min}"),
-            ("kg", "kilograms", r"\mathrm{~kg}"),
-        ),
-        *(
-            ("km/h", "kilometers per hour", r"\text{ km}/\text{h}"),
-            ("m/s^2", r"\mathrm{m/s^2}", "meters per second squared"),
-        ),
-        *(
-            ("cm^2", "square centimeters", r"\text{ cm}^2", "cm²"),
-            ("apples", r"\text{ apples}"),
-            ("feet", "ft"),
-            ("%", r"\%", "percent"),
-        ),
-    )
+    SPELLED = spellings(r"""
+        h; hours; \text{ hours}; hr
+        min; minutes; \text{ min}
+        kg; kilograms; \mathrm{~kg}
+        km/h; kilometers per hour; \text{ km}/\text{h}
+        m/s^2; \mathrm{m/s^2}; meters per second squared
+        cm^2; square centimeters; \text{ cm}^2; cm²
+        apples; \text{ apples}
+        feet; ft
+        %; \%; percent
+    """)
 
     def draw(self, rng):
         units = rng.sample(range(len(self.SPELLED)), rng.choice((1, 1, 2)))
@@ -93,23 +91,23 @@ class Measures:
 class Formulas:
     """Polynomials with roots, fractions and functions of letters, in any order of their terms."""
 
-    ATOMS = (
-        *((r"\sqrt{x}", "x^{1/2}", r"\sqrt x"), (r"\frac{1}{y}", "y^{-1}", "1/y"), (r"\pi", "π")),
-        *((r"\sin x", r"\sin(x)"), ("e^{2x}", "(e^x)^2", r"\mathrm{e}^{2x}"), ("x^2", "x·x", "x²")),
-        *(
-            (r"\ln y", r"\ln(y)"),
-            ("a_1", "a_{1}"),
-            ("|x-3|", "|3-x|"),
-            (r"\binom{n}{2}", r"\frac{n(n-1)}{2}"),
-        ),
-        *(
-            (r"\alpha", "α"),
-            ("i",),
-            ("f(2)", "f(2)"),
-            (r"\gcd(m,n)", r"\gcd(n,m)"),
-            ("xy", r"y \cdot x"),
-        ),
-    )
+    ATOMS = spellings(r"""
+        \sqrt{x}; x^{1/2}; \sqrt x
+        \frac{1}{y}; y^{-1}; 1/y
+        \pi; π
+        \sin x; \sin(x)
+        e^{2x}; (e^x)^2; \mathrm{e}^{2x}
+        x^2; x·x; x²
+        \ln y; \ln(y)
+        a_1; a_{1}
+        |x-3|; |3-x|
+        \binom{n}{2}; \frac{n(n-1)}{2}
+        \theta; θ
+        i; \mathrm{i}
+        f(2); f\left(2\right)
+        \gcd(m,n); \gcd(n,m)
+        xy; y \cdot x
+    """)
 
     def draw(self, rng):
         atoms = rng.sample(range(len(self.ATOMS)), rng.choice((1, 2, 3)))
@@ -144,7 +142,8 @@ class Items:
     def spell(self, value, rng):
         kind, numbers = value
         if kind == "tuple":
-            return rf"\left({', '.join(spelled_number(Fraction(it), rng).replace(',', '') for it in numbers)}\right)"
+            spelled = [spelled_number(Fraction(it), rng).replace(",", "") for it in numbers]
+            return rf"\left({', '.join(spelled)}\right)"
         spelled = [str(it) for it in rng.sample(numbers, len(numbers))]
         ends = rng.choice((", ", " and ", " or ", ", and "))
         listed = ", ".join(spelled[:-1]) + ends + spelled[-1]
@@ -254,38 +253,30 @@ class Equations:
 class Texts:
     """Words, choices, ratios, scores, dates, times and numerals, which are compared as texts."""
 
-    TEXTS = (
-        *(
-            ("ellipse", "an ellipse", r"\text{Ellipse}"),
-            ("hyperbola",),
-            ("Monday and Friday", r"\text{Monday and Friday}"),
-        ),
-        *(
-            ("Monday or Friday",),
-            ("3:2", "3 : 2"),
-            ("2:3",),
-            ("3-2", "3 - 2"),
-            ("4-3",),
-            ("101_2", "101_{2}"),
-            ("101_3",),
-        ),
-        *(
-            ("12/25/2020",),
-            ("6/25/1010",),
-            ("10:30 AM", r"10:30 \text{ a.m.}"),
-            ("0x1F",),
-            ("0x1E",),
-            ("no solution", r"\text{No solution}"),
-        ),
-        *(
-            ("Ann: 5, Bob: 7", "Bob: 7, Ann: 5"),
-            ("Ann: 7, Bob: 5",),
-            ("A and C", "A, C"),
-            ("A or C",),
-            ("5 red", r"5 \text{ red}"),
-            ("H_2O", "H_{2}O"),
-        ),
-    )
+    TEXTS = spellings(r"""
+        ellipse; an ellipse; \text{Ellipse}
+        hyperbola
+        Monday and Friday; \text{Monday and Friday}
+        Monday or Friday
+        3:2; 3 : 2
+        2:3
+        3-2; 3 - 2
+        4-3
+        101_2; 101_{2}
+        101_3
+        12/25/2020
+        6/25/1010
+        10:30 AM; 10:30 \text{ a.m.}
+        0x1F
+        0x1E
+        no solution; \text{No solution}
+        Ann: 5, Bob: 7; Bob: 7, Ann: 5
+        Ann: 7, Bob: 5
+        A and C; A, C
+        A or C
+        5 red; 5 \text{ red}
+        H_2O; H_{2}O
+    """)
 
     def draw(self, rng):
         return rng.randrange(len(self.TEXTS))

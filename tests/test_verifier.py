@@ -14,9 +14,9 @@ import threading
 import time
 
 import pytest
-from processes import ROOT, ran, wait_for
+from processes import ran, wait_for
 
-from dapo_jax.verifier import RULES, Verdict, isolated, verify, verify_many
+from dapo_jax.verifier import Verdict, isolated, verify
 from dapo_jax.verifier.grammar import spelling
 from dapo_jax.verifier.math_rules import MAX_GROUND_TRUTH_CHARS
 from dapo_jax.verifier.symbolic_rules import SymbolicVerifier

@@ -2,7 +2,7 @@ r"""The math verifier: `verify` grades one response (Eq. 7) by one of RULES.
 
 Rules
 * `dapo`: what the published DAPO runs were trained with, false verdicts included (`dapo_form`).
-* `strict`: the same contract ("Answer: $Answer" on a line of its own) as `symbolic` without algebra.
+* `strict`: "Answer: $Answer" on a line of its own, by the equality of `symbolic` without algebra.
 * `strict_box`: the last `\boxed{...}` of the last 100 characters, compared character by character.
 * `symbolic`: what the grammar of answers reads (`grammar`), by `equality`; formulas by algebra in
   processes with limits (`symbolic_rules`).

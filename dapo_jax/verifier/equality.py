@@ -107,13 +107,16 @@ def _measures(one: Tree, other: Tree, compare: Compare) -> bool:
     plain = values[units.index("")] if "" in units else None
     is_number = plain is not None and plain[0] == "number"
     if {*units} == {"%", ""} or ({*units} == {"°", ""} and not is_number):
-        scaled = [
-            ("*", value, PERCENT if unit == "%" else DEGREE) if unit else value
-            for value, unit in zip(values, units, strict=True)
-        ]
+        scaled = map(_without_unit, values, units)
         is_part = "°" in units or (is_number and 0 < abs(plain[1]) < 1)
         return equal(*scaled, compare) or (not is_part and equal(*values, compare))
     return compatible(*units) and equal(*values, compare)
+
+
+def _without_unit(value: Tree, unit: str) -> Tree:
+    if unit == "%" and value[0] == "number":
+        return "number", value[1] / 100
+    return ("*", value, PERCENT if unit == "%" else DEGREE) if unit else value
 
 
 def _collections(one: Tree, other: Tree, compare: Compare) -> bool:
@@ -176,7 +179,7 @@ def _relations(one: Tree, other: Tree, compare: Compare) -> bool:
 
 
 def _region(tree: Tree) -> tuple[str, Tree | None]:
-    """Reads an inequality or a membership as (letter, interval or set); None where it is neither."""
+    """Reads an inequality or a membership as (letter, interval or set); None for others."""
     kind, *parts = tree
     if kind in ("[]", "[)", "(]", "()", r"\cup", "set", "list", "tuple"):
         is_pair = kind == "tuple" and len(parts) == 2

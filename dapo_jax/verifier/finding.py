@@ -47,8 +47,9 @@ _GOES_ON = re.compile(
 )
 # The unit behind a box; "in" is most often no inch.
 _BEHIND = re.compile(
-    rf"\}}?\$?((?:\\[,;: ]|[ ~])*(?:\\text(?:rm|normal)?\{{[ ~]*(?!(?:is|as|for|where)\b)\w[^{{}}]*\}}|(?<= )"
-    r"(?!(?:in|A) \w)(?:(?:square|cubic) )?[A-Za-z]+\b)(?:(?: per |/)[A-Za-z]+)?(?:\^\{?\d\}?)?|)"
+    r"\}?\$?((?:\\[,;: ]|[ ~])*(?:\\(?:text(?:rm|normal)?|mathrm|mbox)\{[ ~]*(?!(?:is|as|for|where)"
+    r"\b)\w[^{}]*\}|(?<= )(?!(?:in|A) \w)(?:(?:square|cubic) )?[A-Za-z]+\b)"
+    r"(?:(?: per |/)[A-Za-z]+)?(?:\^\{?\d\}?)?|)"
 )
 _LEAD_IN = (
     r"(?:(?:so|thus|hence|therefore|then|and|finally|it follows that"

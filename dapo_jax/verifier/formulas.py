@@ -26,11 +26,11 @@ DIGITS = 1_000  # of a value
 POINTS = ((1, 10), (1, 100), (1, 2), (1, 40), *((-1, it) for it in (10, 20, 30, 50, 100, 5_000)))
 ENOUGH = 3  # points where both are real
 
-_NAMES = frozenset(
+_GREEK = (
     "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta kappa lambda mu nu xi rho "
-    "sigma tau upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega "
-    "ell hbar emptyset".split(" ")
+    "sigma tau upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega"
 )
+_NAMES = frozenset((*_GREEK.split(), "ell", "hbar", "emptyset"))
 _ACCENTS = frozenset(("vec", "bar", "hat", "overline", "dot", "tilde", "angle", "triangle"))
 # Before a bracket these are functions; n(n+1) is a product.
 _OF_ANYTHING = frozenset((*"fghFGHPQ", r"\varphi", r"\phi", r"\psi", r"\Gamma", r"\tau", r"\sigma"))

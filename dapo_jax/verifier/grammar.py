@@ -19,14 +19,14 @@ from dapo_jax.verifier.notation import CLOSES, OPENS, Token, closing, joined, to
 from dapo_jax.verifier.units import MONEY, SIGNS, unit_of
 
 Tree = tuple
-FUNCTIONS = frozenset(
-    "sin cos tan cot sec csc sinh cosh tanh arcsin arccos arctan ln log exp dim deg gcd lcm max "
-    "min sqrt".split(" ")
+_FUNCTIONS = (
+    "sin cos tan cot sec csc sinh cosh tanh arcsin arccos arctan ln log exp dim deg gcd lcm max min"
 )
+FUNCTIONS = frozenset((*_FUNCTIONS.split(), "sqrt"))
 ROUNDED_DIGITS = 10  # a decimal of so many may be a rounded value
 MAX_POWER = 1_000  # of ten
 
-_WORDS = frozenset("no or is in at of by to if on up so an as be do we my it".split(" "))
+_WORDS = ("no", "or", "is", "in", "at", "of", "by", "to", "if", "on", "up", "so", "an", "as", "it")
 _SIZES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9}
 _SIZES |= {"trillion": 10**12}
 _LITERAL = re.compile(r"(\d*)\.?(\d*)(?:\s*\\[a-z]+\s*\{?(\d+)\}?)?(?:[eE]([+-]?\d+))?")
@@ -38,11 +38,12 @@ _TURNED = {">": "<", r"\ge": r"\le"}
 _SHAPE = re.compile(r"\d+(?:-\d+)+|\d+(?:/\d+){2,}")
 # What is before "=" and only names a value: x, a_1, f(2), AB, m+n.
 _INDEX = r"(?:_(?:\w|\{[^{}]*\}))?"
-_LETTER = rf"(?:(?!(?:e|i){_INDEX}$)[a-zA-Z]|[A-Z]{{2,3}}|\\(?!(?:{'|'.join(FUNCTIONS)}|infty|pi)\b)[a-zA-Z]+"
-_LETTER += rf"|\\(?:vec|hat|overline|overrightarrow|angle|triangle)\{{?\s*\w+\}}?){_INDEX}"
-_NAME = re.compile(
-    rf"{_LETTER}|[^\W\dxyz](?:\+[^\W\dxyz])+|(?:{_LETTER})'*(?:\^\{{-1\}})?\([^()]*\)|\|[A-Z]{{2}}\||\\frac\{{[A-Z]{{2}}\}}\{{[A-Z]{{2}}\}}"
-)
+_GREEK = rf"\\(?!(?:{'|'.join(FUNCTIONS)}|infty|pi)\b)[a-zA-Z]+"
+_MARKED = r"\\(?:vec|hat|overline|overrightarrow|angle|triangle)\{?\s*\w+\}?"
+_LETTER = rf"(?:(?!(?:e|i){_INDEX}$)[a-zA-Z]|[A-Z]{{2,3}}|{_GREEK}|{_MARKED}){_INDEX}"
+_CALL = rf"{_LETTER}'*(?:\^\{{-1\}})?\([^()]*\)"
+_SEGMENTS = r"\|[A-Z]{2}\||\\frac\{[A-Z]{2}\}\{[A-Z]{2}\}"
+_NAME = re.compile(rf"{_LETTER}|[^\W\dxyz](?:\+[^\W\dxyz])+|{_CALL}|{_SEGMENTS}")
 
 
 @functools.lru_cache(maxsize=4096)

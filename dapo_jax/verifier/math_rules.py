@@ -48,18 +48,8 @@ def compare(prediction: str | None, truth: str) -> Verdict:
 _ANSWER = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
 
 # In this order: each replacement sees the text that the ones before it left.
-_MINERVA_REPLACED = (
-    ("an ", ""),
-    ("a ", ""),
-    (".$", "$"),
-    (r"\$", ""),
-    (r"\ ", ""),
-    (" ", ""),
-    ("mbox", "text"),
-    (r",\text{and}", ","),
-    (r"\text{and}", ","),
-    (r"\text{m}", r"\text{}"),
-)
+_REPLACED = r"an >|a >|.$>$|\$>|\ >| >|mbox>text|,\text{and}>,|\text{and}>,|\text{m}>\text{}"
+_MINERVA_REPLACED = [pair.split(">") for pair in _REPLACED.split("|")]
 _MINERVA_REMOVED = (  # in this order too, separated by single spaces
     "square ways integers dollars mph inches hours km units \\ldots sue points feet minutes digits "
     "cents degrees cm gm pounds meters meals edges students childrentickets multiples "
@@ -68,9 +58,7 @@ _MINERVA_REMOVED = (  # in this order too, separated by single spaces
 )
 _MINERVA_UNWRAPPED = (  # an opening, and the reading of what is inside up to the closing sign
     (re.compile(r"(?m)^[^$\n]*\$([^$\n]*)\$.*"), r"\1"),
-    (re.compile(r"\\text\{([^}\n]*)\}"), r"\1"),
-    (re.compile(r"\\textbf\{([^}\n]*)\}"), r"\1"),
-    (re.compile(r"\\overline\{([^}\n]*)\}"), r"\1"),
+    *((re.compile(rf"\\{it}\{{([^}}\n]*)\}}"), r"\1") for it in ("text", "textbf", "overline")),
     (re.compile(r"\\boxed\{(.*)\}"), r"\1"),
     (re.compile(r"frac([^{])(.)"), r"frac{\1}{\2}"),
     (re.compile(r"sqrt([^{])"), r"sqrt{\1}"),

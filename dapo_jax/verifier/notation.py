@@ -57,12 +57,12 @@ _REWRITTEN = (
     (re.compile(r"(\\(?:frac|binom)(?:\{[^{}]*\}|\s*\\?[a-zA-Z]+))\s*(\d)"), r"\1{\2}"),
     (re.compile(r"\\\{\s*\\\}"), r"\\emptyset "),
 )
-_ALIASES = dict(
-    pair.split("=>")
-    for pair in r"leq=>\le leqslant=>\le geq=>\ge geqslant=>\ge neq=>\ne varnothing=>\emptyset "
-    r"ldots=>\dots cdots=>\dots wedge=>\land vee=>\lor rightarrow=>\to degree=>° mod=>\pmod "
-    r"backslash=>\setminus lvert=>| rvert=>| vert=>| colon=>: div=>/ lt=>< gt=>> %=>% &=>&".split()
+_SAME = (
+    r"leq>\le leqslant>\le geq>\ge geqslant>\ge neq>\ne varnothing>\emptyset ldots>\dots lvert>| "
+    r"cdots>\dots wedge>\land vee>\lor rightarrow>\to degree>° mod>\pmod backslash>\setminus "
+    r"rvert>| vert>| colon>: div>/ lt>< gt>> %>% &>&"
 )
+_ALIASES = dict(pair.split(">", 1) for pair in _SAME.split())
 # Between brackets a comma separates: (1,200) is a pair.
 _NUMBER = r"(?:\.\d+|%s\d+(?:\.\d+)?)(?:[eE][+-]?\d{1,3}(?![\w.]))?"
 _THOUSANDS = (
@@ -105,10 +105,14 @@ def tokens(text: str) -> list[Token]:
         depth += (word in ("(", "[", r"\{")) - (word in (")", "]", r"\}"))
         if kind == "field":
             word = rf"\mathbb{{{word.rstrip('} ')[-1]}}}"
-        if word == "}" and len(found) > 2 and found[-2].text == "{" and found[-3].text in "^_":
-            if found[-1].kind != "letters" or len(found[-1].text) == 1:  # x^{2} is x^2
-                del found[-2]
-                continue
+        is_script = word == "}" and len(found) > 2 and found[-2].text == "{"
+        if (
+            is_script
+            and found[-3].text in "^_"
+            and (len(found[-1].text) == 1 or found[-1].kind != "letters")
+        ):
+            del found[-2]  # x^{2} is x^2
+            continue
         found.append(
             Token("command" if kind == "field" else kind, word, spaced, "styled" in styles)
         )
