@@ -349,10 +349,10 @@ def equivalences(shared) -> list[tuple[str, str, bool]]:
 LABELLED = [
     # The rewarded ones are those that words take back: "Wait", "No, 43", "is not", "or maybe".
     (own_answers, "dapo", 195, 283),
-    (own_answers, "strict", 9, 160),
+    (own_answers, "strict", 9, 153),
     (own_answers, "symbolic", 28, 14),  # the refused ones have neither a line "Answer:" nor a box
     (near_misses, "dapo", 33, 193),
-    (near_misses, "strict", 0, 78),
+    (near_misses, "strict", 0, 73),
     (near_misses, "symbolic", 0, 0),
     (equivalences, "symbolic", 1, 30),  # the order of a list, 10, 4, -2
 ]

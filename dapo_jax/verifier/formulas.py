@@ -35,7 +35,6 @@ _ACCENTS = frozenset(("vec", "bar", "hat", "overline", "dot", "tilde", "angle", 
 # Before a bracket these are functions; n(n+1) is a product.
 _OF_ANYTHING = frozenset((*"fghFGHPQ", r"\varphi", r"\phi", r"\psi", r"\Gamma", r"\tau", r"\sigma"))
 _CONSTANTS = {"e": sympy.E, "i": sympy.I, r"\pi": sympy.pi, "pi": sympy.pi, r"\infty": sympy.oo}
-_CONSTANTS |= {"infinity": sympy.oo}
 _MARKS = {"°": sympy.pi / 180, "%": sympy.Rational(1, 100)}
 _KNOWN = {it: it.replace("arc", "a") for it in FUNCTIONS} | {
     "ln": "log",

@@ -72,7 +72,7 @@ def _text(found: Sequence[Token]) -> Tree:
 def is_word(token: Token) -> bool:
     """Tells whether letters are a word; others are factors, as xy and mgh, or a function."""
     text, vowels = token.text, {*token.text.lower()} & {*"aeiou"}
-    if token.kind != "letters" or text in FUNCTIONS | {"infinity"}:
+    if token.kind != "letters" or text in FUNCTIONS:
         return False
     if len(text) < 3:
         return text.lower() in _WORDS and not text.isupper()

@@ -55,6 +55,8 @@ _REWRITTEN = (
     (re.compile(r"\\[dtc](frac|binom)"), r"\\\1"),
     (re.compile(r"\\(frac|binom)\s*(\d)"), r"\\\1{\2}"),
     (re.compile(r"(\\(?:frac|binom)(?:\{[^{}]*\}|\s*\\?[a-zA-Z]+))\s*(\d)"), r"\1{\2}"),
+    (re.compile(r"(?<!\\)\b[Ii]nfinity\b"), r"\\infty "),
+    (re.compile(r"\\sqrt\s*(\d+|[a-zA-Z](?![a-zA-Z]))"), r"\\sqrt{\1}"),
     (re.compile(r"\\\{\s*\\\}"), r"\\emptyset "),
 )
 _SAME = (
@@ -64,9 +66,10 @@ _SAME = (
 )
 _ALIASES = dict(pair.split(">", 1) for pair in _SAME.split())
 # Between brackets a comma separates: (1,200) is a pair.
-_NUMBER = r"(?:\.\d+|%s\d+(?:\.\d+)?)(?:[eE][+-]?\d{1,3}(?![\w.]))?"
+_NUMBER = r"(?:\.[0-9]+|%s[0-9]+(?:\.[0-9]+)?)(?:[eE][+-]?[0-9]{1,3}(?![\w.]))?"
 _THOUSANDS = (
-    r"\d{1,3}(?:,\d{3})+(?!,?\d)(?:\.\d+)?|(?<![\^_])\d{1,3}(?: \d{3})+(?![\d/]| \d)(?:\.\d+)?|"
+    r"(?<![\^_])[0-9]{1,3}(?:,[0-9]{3})+(?!,?[0-9])(?:\.[0-9]+)?|"
+    r"(?<![\^_])[0-9]{1,3}(?: [0-9]{3})+(?![0-9/]| [0-9])(?:\.[0-9]+)?|"
 )
 _OUTSIDE, _INSIDE = (
     re.compile(
@@ -75,7 +78,7 @@ _OUTSIDE, _INSIDE = (
         r"|(?P<style>\\(?:boxed|fbox|mathbf|boldsymbol|textbf|bm|mathit|textit|emph)\s*\{)"
         r"|(?P<styled>\\(?:text(?:rm|normal)?|math(?:rm|sf)|mbox|operatorname\*?)\s*\{)"
         r"|(?P<field>\\mathbb\s*\{?\s*[A-Z]\s*\}?)"
-        rf"|(?P<number>\d*\.\d*\s*\\(?:overline|bar|dot)\s*\{{?\d+\}}?|{_NUMBER % thousands})"
+        rf"|(?P<number>[0-9]*\.[0-9]*\s*\\(?:overline|bar|dot)\s*\{{?[0-9]+\}}?|{_NUMBER % thousands})"
         r"|(?P<command>\\[a-zA-Z]+|\\.)|(?P<letters>[^\W\d_]+)|(?P<sign><=|>=|(?<![\d)])!=|.)"
     )
     for thousands in (_THOUSANDS, "")
@@ -117,7 +120,8 @@ def tokens(text: str) -> list[Token]:
             Token("command" if kind == "field" else kind, word, spaced, "styled" in styles)
         )
         spaced = False
-    return _trimmed(found)
+    is_open = {"style", "styled"} & {*styles}  # \boxed{42 is no number
+    return _trimmed([*found, Token("sign", "?")] if is_open else found)
 
 
 def _trimmed(found: list[Token]) -> list[Token]:
