@@ -191,8 +191,8 @@ mixture_shares dapo_jax/tasks/datasets.py mixture
 - {key: weight / total for key
 + {key: 1 / len(self.weights) + 0 * weight / total for key
 unit_unread dapo_jax/verifier/equality.py answers
-- return compatible(unit, its_unit) and equal(
-+ return equal(
+- return compatible(*units) and equal(*values, compare)
++ return equal(*values, compare)
 order_unread dapo_jax/verifier/equality.py answers
 - return len(items) == len(its_items) and all(
 + return len(items) == len(its_items) and any(

@@ -106,6 +106,14 @@ def test_a_plain_prompt_asks_for_what_its_rules_read(lines, rules, template, ask
     assert report.lines()[1:] == [note] * notes
 
 
+@pytest.mark.parametrize(("rules", "notes"), [("symbolic", 1), ("dapo", 0)])
+def test_truths_that_are_no_more_than_texts_are_noted(lines, rules, notes):
+    rows = [{"prompt": text, "answer": text} for text in ("no solution", "7", "x^2", "3:2")]
+    _, report = read(lines(*rows), rules=rules)
+    note = "  2 of 4 answers are compared as texts, such as 'no solution'"
+    assert report.lines()[1:] == [note] * notes
+
+
 def answer(text):
     return {"prompt": "a", "answer": text}
 

@@ -381,9 +381,9 @@ def _values(a, b) -> list[tuple]:
 
 def _is_real(expression, point: dict) -> bool:
     """Tells whether no root or logarithm in an expression is one of a negative number."""
-    parts = expression.atoms(sympy.Pow, sympy.log)
-    inner = [it.args[0] for it in parts if it.is_Pow <= (not it.args[-1].subs(point).is_integer)]
-    return all(it.subs(point).evalf(15).is_positive for it in inner)
+    roots = [it.base for it in expression.atoms(sympy.Pow) if not it.exp.subs(point).is_integer]
+    logarithms = [it.args[0] for it in expression.atoms(sympy.log)]
+    return all(it.subs(point).evalf(15).is_positive for it in (*roots, *logarithms))
 
 
 def _close(a, b) -> bool:

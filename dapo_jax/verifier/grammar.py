@@ -256,7 +256,7 @@ def number(found: Sequence[Token]) -> Fraction | None:
     if shape in ("#", "# / #", r"\frac # #", r"\frac - # #"):
         top, bottom = (*values, Fraction(1))[:2]
         return (-top if "-" in shape else top) / bottom if bottom else None
-    if shape in ("# # / #", r"# \frac # #") and all(it.text.isdigit() for it in parts[::2][:1]):
+    if shape in ("# # / #", r"# \frac # #") and parts[0].text.isdigit():
         return values[0] + values[1] / values[2] if values[2] else None
     if power := re.fullmatch(r"(?:# (?:\\times|\\cdot|\*|x) )?# \^ (- )?#", shape):
         *factor, ten, exponent = values
@@ -298,14 +298,14 @@ def _unit(found: Sequence[Token], begin: int, money: Sequence[Token]) -> tuple[s
         found[end].kind != "number" or found[end - 1].text in ("^", "-", "{")
     ):
         end += 1
-    words, before = found[begin:end], found[begin - 1]
-    if words and words[0].kind == "letters" and not words[0].styled:
-        is_short = len(words[0].text) == 1
-        is_unit = words[0].spaced if is_short or before.kind != "number" else True
-        is_unit = is_unit and (before.kind == "number" or not is_short)
-    elif words and words[0].kind != "letters":
-        is_unit = words[0].text in SIGNS if words[0].text != "/" else bool(money)
-        is_unit = is_unit and (words[0].text != "'" or before.kind == "number")
+    words, is_behind = found[begin:end], found[begin - 1].kind == "number"
+    first = words[0] if words else Token("end", "")
+    if first.kind == "letters":
+        is_long = len(first.text) > 1
+        is_apart = first.spaced or (is_behind and is_long)
+        is_unit = first.styled or (is_apart and (is_behind or is_long))
+    elif first.text in SIGNS:
+        is_unit = is_behind or first.text != "'"
     else:
-        is_unit = bool(words or money)
+        is_unit = bool(money) and first.text in ("", "/")
     return unit_of([it.text for it in (*money, *words)]) if is_unit else None, end

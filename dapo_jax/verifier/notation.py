@@ -78,7 +78,8 @@ _OUTSIDE, _INSIDE = (
         r"|(?P<style>\\(?:boxed|fbox|mathbf|boldsymbol|textbf|bm|mathit|textit|emph)\s*\{)"
         r"|(?P<styled>\\(?:text(?:rm|normal)?|math(?:rm|sf)|mbox|operatorname\*?)\s*\{)"
         r"|(?P<field>\\mathbb\s*\{?\s*[A-Z]\s*\}?)"
-        rf"|(?P<number>[0-9]*\.[0-9]*\s*\\(?:overline|bar|dot)\s*\{{?[0-9]+\}}?|{_NUMBER % thousands})"
+        r"|(?P<number>[0-9]*\.[0-9]*\s*\\(?:overline|bar|dot)\s*\{?[0-9]+\}?"
+        rf"|{_NUMBER % thousands})"
         r"|(?P<command>\\[a-zA-Z]+|\\.)|(?P<letters>[^\W\d_]+)|(?P<sign><=|>=|(?<![\d)])!=|.)"
     )
     for thousands in (_THOUSANDS, "")
