@@ -70,8 +70,8 @@ def equal(one: Tree, other: Tree, compare: Compare) -> bool:
 
 
 def _equations(one: Tree, other: Tree, compare: Compare) -> bool:
-    if other[0] != "=":
-        return _is_consistent(one, compare) and equal(one[-1], other, compare)
+    if other[0] != "=":  # one name is none of several
+        return other[0] != "map" and _is_consistent(one, compare) and equal(one[-1], other, compare)
     if one[0] != "=":
         return is_name(other[1]) and equal(one, other[-1], compare)
     if is_name(other[1]) and one[1] == other[1]:

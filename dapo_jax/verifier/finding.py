@@ -119,7 +119,9 @@ def claimed(sentence: str | None) -> str | None:
     """Returns the value that a sentence states, or all of it."""
     if sentence is None:
         return None
-    sentence = re.sub(rf"(?i)^\s*{_LEAD_IN}+|\s+is\s+{_THE_ANSWER}\.?$", "", sentence)
+    sentence = re.sub(
+        rf"(?i)^\s*(?:{_LEAD_IN}+|answer(?=\s*[$\\]))|\s+is\s+{_THE_ANSWER}\.?$", "", sentence
+    )
     if not (claim := _CLAIM.match(_TEXT_GROUP.sub(r"\1", sentence))):
         return sentence
     return claim["value"] or f"{claim['number']} {_SAYS_NOTHING.sub('', claim['noun'])}"

@@ -126,7 +126,8 @@ class Formula:
         """Tells whether a factor follows."""
         kind, text, _, _ = self.next
         if kind == "number":
-            return self.found[self.place - 1].text in (")", "}", "!")
+            before = [it.text for it in self.found[max(self.place - 2, 0) : self.place]]
+            return before[-1] in (")", "}", "!") or (before[0] == "^" and before[-1].isalpha())
         is_factor = kind in ("letters", "command") or text == "(" or (text == "|" and not self.bars)
         return is_factor and text not in (*but, r"\rfloor", r"\rceil", r"\end")
 
@@ -368,9 +369,15 @@ def _values(a, b) -> list[tuple]:
     """Evaluates two expressions at points where both are real, or at all where there are few."""
     letters = sorted(a.free_symbols | b.free_symbols, key=str)
     rng, points = random.Random(0), []
+    has_size = a.has(sympy.Abs) or b.has(sympy.Abs)  # of a complex number, if it is called z
     for sign, size in POINTS if letters else POINTS[:1]:
         values = [rng.choice((1, sign)) * rng.randrange(100, 1000) * size for _ in letters]
-        points.append({k: sympy.Rational(v, 3310) for k, v in zip(letters, values, strict=True)})
+        points.append(
+            {
+                letter: value * (1 + sympy.I * int(has_size and str(letter)[0] in "zw")) / 3310
+                for letter, value in zip(letters, map(sympy.Integer, values), strict=True)
+            }
+        )
     if not a.has(sympy.I) and not b.has(sympy.I):
         real = [it for it in points if _is_real(a, it) and _is_real(b, it)]
         points = real if len(real) >= ENOUGH else points

@@ -153,7 +153,7 @@ def joined(found: Sequence[Token]) -> str:
     text, last = "", None
     for token in found:
         if last and token.kind in ("letters", "number"):
-            is_unit = token.spaced and token.kind == "letters" and last.kind == "number"
-            text += " " * (is_unit or last.kind in (token.kind, "command") or last.text == ",")
+            is_apart = token.spaced and last.kind in ("letters", "number")
+            text += " " * (is_apart or last.kind in (token.kind, "command") or last.text == ",")
         text, last = text + token.text, token
     return text
