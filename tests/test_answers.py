@@ -334,6 +334,17 @@ def own_answers(shared) -> list[tuple[str, str, bool]]:
     ]
 
 
+def own_near_misses(shared) -> list[tuple[str, str, bool]]:
+    """Near misses of each kind, written before their results were seen: truth @@ right @@ wrong."""
+    lines = (ROOT / "tests" / "near_misses.txt").read_text(encoding="utf-8").splitlines()
+    return [
+        (f"Answer: {answer}", truth.strip(), place == 0)
+        for truth, *answers in (line.split("@@") for line in lines)
+        for place, listed in enumerate(answers)
+        for answer in listed.strip().split(" ;; ")
+    ]
+
+
 def equivalences(shared) -> list[tuple[str, str, bool]]:
     """Pairs of other verifiers' tests, each as an answer line unless it has a box."""
     return [
@@ -354,6 +365,7 @@ LABELLED = [
     (near_misses, "dapo", 33, 193),
     (near_misses, "strict", 0, 73),
     (near_misses, "symbolic", 0, 0),
+    (own_near_misses, "symbolic", 0, 0),
     (equivalences, "symbolic", 1, 28),  # the order of a list, 10, 4, -2
 ]
 
