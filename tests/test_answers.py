@@ -335,7 +335,7 @@ def own_answers(shared) -> list[tuple[str, str, bool]]:
 
 
 def own_near_misses(shared) -> list[tuple[str, str, bool]]:
-    """Near misses of each kind, written before their results were seen: truth @@ right @@ wrong."""
+    """Near misses of each kind, but for three that one may argue about: truth @@ right @@ wrong."""
     lines = (ROOT / "tests" / "near_misses.txt").read_text(encoding="utf-8").splitlines()
     return [
         (f"Answer: {answer}", truth.strip(), place == 0)
