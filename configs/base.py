@@ -172,8 +172,8 @@ KEYS = {
                           "the run's first", open="", of_policy=True),
 
     "data.on_bad_row": Key("error", "or \"skip\": count it and go on", choices=("error", "skip")),
-    "verifier.rules": Key("dapo", "the reference's rules; or strict, strict_box, math_verify",
-                          choices="dapo_jax.verifier:RULES"),
+    "verifier.rules": Key("dapo", "the reference's rules; or strict, strict_box, symbolic, "
+                          "math_verify", choices="dapo_jax.verifier:RULES"),
 
     "rollout.num_prompts": Key(512, "informative groups that one step trains on", at_least=1),
     "rollout.group_size": Key(16, "responses a prompt (G)", at_least=2),

@@ -190,6 +190,15 @@ answers_merged dapo_jax/tasks/rows.py data
 mixture_shares dapo_jax/tasks/datasets.py mixture
 - {key: weight / total for key
 + {key: 1 / len(self.weights) + 0 * weight / total for key
+unit_unread dapo_jax/verifier/equality.py answers
+- return compatible(*units) and equal(*values, compare)
++ return equal(*values, compare)
+order_unread dapo_jax/verifier/equality.py answers
+- return len(items) == len(its_items) and all(
++ return len(items) == len(its_items) and any(
+sign_of_ratio dapo_jax/verifier/formulas.py answers
+- bool(how == "multiple" or ratios[0] > 0)
++ bool(how)
 first_answer dapo_jax/verifier/math_rules.py verifier
 - compare(dapo_form(answers[-1])
 + compare(dapo_form(answers[0])

@@ -52,7 +52,7 @@ GRADED = [
     ((CHOICE[0], example("B", choices=["B", "A", "."])), "Answer: A", "wrong", None),
     *(
         ((FormatAnswer(path="", form_reward=0.25, rules=rules), example("2")), response, "", score)
-        for rules in ("dapo", "math_verify")
+        for rules in ("dapo", "symbolic")
         for response, score in (
             (GOOD.format("2"), 1.0),
             ("So <answer>2</answer>", 0.75),

@@ -90,7 +90,7 @@ def test_rows_are_merged_by_roles_and_texts_and_two_answers_are_a_conflict(tmp_p
     [
         ("dapo", "", "Answer:", 0),
         ("strict_box", "", r"\boxed{}", 0),
-        ("math_verify", "boxed", r"\boxed{}", 0),
+        ("symbolic", "boxed", r"\boxed{}", 0),
         ("dapo", "none", None, 0),
         ("strict_box", "dapo", "Answer:", 1),
         ("dapo", "Say {problem} twice.", None, 0),
@@ -106,12 +106,20 @@ def test_a_plain_prompt_asks_for_what_its_rules_read(lines, rules, template, ask
     assert report.lines()[1:] == [note] * notes
 
 
+@pytest.mark.parametrize(("rules", "notes"), [("symbolic", 1), ("dapo", 0)])
+def test_truths_that_are_no_more_than_texts_are_noted(lines, rules, notes):
+    rows = [{"prompt": text, "answer": text} for text in ("no solution", "7", "x^2", "3:2")]
+    _, report = read(lines(*rows), rules=rules)
+    note = "  2 of 4 answers are compared as texts, such as 'no solution'"
+    assert report.lines()[1:] == [note] * notes
+
+
 def answer(text):
     return {"prompt": "a", "answer": text}
 
 
 JSONL, GSM8K, BOXED = ({"kind": kind} for kind in ("jsonl", "gsm8k", "math_solutions"))
-UNMATCHED = ("cm", "6\nor 7"), ("7" * 400,), ("7" * 101, "{7"), (r"\(\)",)
+UNMATCHED = ("cm", "6\nor 7"), ("7" * 400,), ("7" * 101, "{7"), (r"\(\)",), ("$",)
 BEGUN = [MESSAGE, {"role": "assistant", "content": "So\nAnswer: 2"}]
 BAD_LINES = (
     (JSONL, b'{"prompt": "a\xff", "answer": "1"}', "utf-8"),

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import datetime
 import hashlib
+import importlib.metadata
 import importlib.util
 import json
 import pathlib
@@ -30,6 +31,7 @@ from models import families
 
 SHOWN_DIFFERENCES = 5
 WEIGHTS = ".safetensors"
+LIBRARY = "math_verify"  # rules whose code is no file of this project
 # Steps without a checkpoint, in units of checkpoint.every_steps, that a run can have finished when
 # it is killed: one is being saved, one is pending, and the step of the next waits for the first.
 UNSAVED = 3
@@ -110,7 +112,10 @@ def of_run(config: ConfigDict, data, parent=None) -> dict:
 
 
 def of_code(config: ConfigDict) -> dict[str, dict[str, str]]:
-    """Digests the files of custom modules, by key and name; what they import is not looked at."""
+    """Digests the files of custom modules, by key and name; what they import is not looked at.
+
+    Of the library that the rules "math_verify" are it has the version.
+    """
     sets = {f"eval.sets.{name}": of for name, of in eval_settings(config).items()}
     sets |= mixture_settings(config)
     of_sets = ("task", "environment")
@@ -121,6 +126,8 @@ def of_code(config: ConfigDict) -> dict[str, dict[str, str]]:
     if config.model.family not in families.BUILT_IN:
         custom.append(("model.family", config.model.family))
     found: dict[str, dict[str, str]] = {}
+    if LIBRARY in {config.verifier.rules, *(it["rules"] for it in sets.values())}:
+        found["verifier.rules"] = {LIBRARY: importlib.metadata.version("math-verify")}
     for key, module in custom:
         spec = importlib.util.find_spec(module)
         code = pathlib.Path(spec.origin).read_bytes() if spec and spec.has_location else b""
@@ -309,6 +316,11 @@ def require_same(theirs: dict, ours: dict, where: str, report: Callable[[str], N
     if now not in (None, was):
         found.append(f"--start is {now!r}, but it began {'from ' + was if was else 'without one'}")
     code = list(_file_differences(theirs.get("modules", {}), ours["modules"]))
+    if "verifier.rules" in ours["modules"].keys() - theirs.get("modules", {}).keys():
+        found.append(
+            f"verifier.rules {LIBRARY!r} is the published library, but was the project's own "
+            "equality, of which the name is 'symbolic'"
+        )
     edited = [text for text in code if not text.startswith(MAY_CHANGE)]
     if found or edited:
         fork = "; with --start=run:WORKDIR@STEP that is a fork, which goes on with the edited code"

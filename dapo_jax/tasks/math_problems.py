@@ -9,7 +9,13 @@ from dapo_jax.tasks.readers import FORMATS, KINDS, field
 from dapo_jax.tasks.rows import UNANSWERED, Columns, DataError, DataReport
 from dapo_jax.tasks.templates import template_text
 from dapo_jax.types import Example, Verdict
-from dapo_jax.verifier import check_ground_truth, equal_answers, verify, verify_many
+from dapo_jax.verifier import (
+    check_ground_truth,
+    equal_answers,
+    texts_among,
+    verify,
+    verify_many,
+)
 
 # What asks for an answer, by template; and the templates that ask for what rules read, of which
 # the first is that of plain prompts by default.
@@ -18,7 +24,8 @@ TEMPLATES_OF = {
     "dapo": ("dapo",),
     "strict": ("dapo",),
     "strict_box": ("boxed",),
-    "math_verify": ("dapo", "boxed"),
+    "symbolic": ("dapo", "boxed"),
+    "math_verify": ("boxed", "dapo"),
 }
 
 
@@ -122,6 +129,9 @@ class MathProblems(MathTask):
         )
         if self.environment:
             return examples, report
+        if words := texts_among([it.answer for it in examples], rules=self.rules):
+            note = f"{len(words):,} of {len(examples):,} answers are compared as texts, such as "
+            report = dataclasses.replace(report, notes=(*report.notes, f"{note}{words[0]!r:.80}"))
         asked = [_ASKED[name] for name in templates]
         texts = [example.text.lower() for example in examples]
         silent = sum(not any(words.lower() in text for words in asked) for text in texts)

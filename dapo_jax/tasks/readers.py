@@ -17,7 +17,7 @@ from dapo_jax.tasks.formats import FORMATS, MAX_SHOWN_CHARS, parsed
 from dapo_jax.tasks.rows import DataError, DataReport, Rows, by_text
 from dapo_jax.tasks.templates import templated
 from dapo_jax.types import Example, Message
-from dapo_jax.verifier.math_rules import closing_brace
+from dapo_jax.verifier.finding import closing_brace
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from dapo_jax.tasks.arithmetic import Generated, Problem, examples_of
 from dapo_jax.types import Example, Verdict
-from dapo_jax.verifier.math_rules import last_answer
+from dapo_jax.verifier.finding import last_answer
 
 MAX_TARGET = 999
 MAX_CHARS = 200  # of an expression: Python's parser is safe with so many

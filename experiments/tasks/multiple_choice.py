@@ -14,7 +14,8 @@ from dapo_jax.tasks.readers import field, read_rows
 from dapo_jax.tasks.rows import DataReport
 from dapo_jax.tasks.templates import templated
 from dapo_jax.types import Example, Message, Verdict
-from dapo_jax.verifier.math_rules import TAIL_CHARS, last_answer, last_box, strict_form
+from dapo_jax.verifier.finding import TAIL_CHARS, last_answer, last_box
+from dapo_jax.verifier.grammar import spelling
 
 LETTERS = string.ascii_uppercase
 _LETTERED = re.compile(r"\(?([A-Za-z])(?:[).:]+ ?(.*))?")  # B, (B), b: or B) and its text
@@ -72,7 +73,7 @@ class MultipleChoice:
             answer = last_box(response[-TAIL_CHARS:])
         if answer is None or not answer.strip():
             return Verdict(False, None, "no_answer" if answer is None else "empty_answer")
-        form = strict_form(answer)
+        form = spelling(answer)
         letter = _letter(form, example.extra["choices"])
         if letter is None:
             return Verdict(False, form, "unreadable_answer")
@@ -111,9 +112,9 @@ def _place(answer: object, labels: Sequence[str], choices: Sequence[str]) -> int
 
 def _letter(form: str, choices: Sequence[str]) -> str | None:
     """Returns the letter that an answer names; letters come before texts that look like them."""
-    forms = [strict_form(text) for text in choices]
+    forms = [spelling(text) for text in choices]
     if named := _LETTERED.fullmatch(form):
         place = LETTERS.index(named[1].upper())
-        if place < len(forms) and (not named[2] or strict_form(named[2]) == forms[place]):
+        if place < len(forms) and (not named[2] or spelling(named[2]) == forms[place]):
             return LETTERS[place]
     return LETTERS[forms.index(form)] if form and forms.count(form) == 1 else None

@@ -1,0 +1,159 @@
+r"""Takes the typesetting of an answer off: what is left is a list of tokens, with one spelling.
+
+Spaces, dollar signs, `\left` and `\boxed{...}` say nothing; ≤ stands for its command.
+"""
+# ruff: noqa: RUF001
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+MAX_CHARS = 1000  # of a text that is read
+
+
+class Token(NamedTuple):
+    r"""A number, letters, a command or another sign.
+
+    spaced: behind a space; styled: in `\text{...}`, `\mathrm{...}` and the like.
+    """
+
+    kind: str
+    text: str
+    spaced: bool = False
+    styled: bool = False
+
+
+_CHARACTERS = (
+    r"∅\emptyset ∞\infty ≤\le ≥\ge ≠\ne ≈\approx ≡\equiv π\pi θ\theta α\alpha β\beta φ\varphi μ\mu "
+    r"√\sqrt ×\times ·\cdot ⋅\cdot ±\pm ∓\mp ∪\cup ∩\cap ∈\in ∉\notin →\to …\dots ⟨\langle "
+    r"⟩\rangle ½\frac{1}{2} ⅓\frac{1}{3} ⅔\frac{2}{3} ¼\frac{1}{4} ¾\frac{3}{4} ℝ\mathbb{R} "
+    r"ℤ\mathbb{Z} ℕ\mathbb{N} ℚ\mathbb{Q} µ\mu Ω\Omega"
+)
+_TRANSLATED = str.maketrans(
+    {it[0]: f"{it[1:]} " for it in _CHARACTERS.split()}
+    | dict.fromkeys("\u200b\u2060\ufeff")  # zero width
+    | dict(zip('`"“”‐‑‒–−÷，．％’′', "    -----/,.%''", strict=True))
+    | {chr(0xFF10 + digit): str(digit) for digit in range(10)}
+)
+_RAISED = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
+_REWRITTEN = (
+    (re.compile("[⁻⁰¹²³⁴-⁹]+"), lambda it: f"^{{{it[0].translate(_RAISED)}}}"),
+    (re.compile(r"(?<=[\d)])\*\*(?=[-(\d])"), "^"),
+    (re.compile(r"\*\*|\\hspace\{[^{}]*\}"), " "),
+    # Separators of thousands that nothing else can be.
+    (re.compile(r"(?<=\d)(?:\{,\}|,?\\! ?|\\,|')(?=\d{3}(?!\d))|\\!"), ""),
+    (re.compile(r"\\not\s*="), r"\\ne "),
+    (re.compile(r"\.{2,}"), r"\\dots "),
+    (re.compile(r"\b([AaPp])\.\s?[Mm]\b\.?"), r"\1m"),
+    (re.compile(r"\(\s*(?:\\text\{\s*)?\\?b?mod\b\s*\}?([^()]*)\)"), r"\\pmod{\1}"),
+    (re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\circ"), "°"),
+    (
+        re.compile(r"°\s*(?:\\(?:text|mathrm)\s*\{\s*)?([CF])(?![a-zA-Z])\}?"),
+        lambda it: "℃℉"["CF".find(it[1])],
+    ),
+    # \frac12 has two digits, one of them over the other.
+    (re.compile(r"\\[dtc](frac|binom)"), r"\\\1"),
+    (re.compile(r"\\(frac|binom)\s*(\d)"), r"\\\1{\2}"),
+    (re.compile(r"(\\(?:frac|binom)(?:\{[^{}]*\}|\s*\\?[a-zA-Z]+))\s*(\d)"), r"\1{\2}"),
+    (re.compile(r"(?<!\\)\b[Ii]nfinity\b"), r"\\infty "),
+    (re.compile(r"\\sqrt\s*(\d+|[a-zA-Z](?![a-zA-Z]))"), r"\\sqrt{\1}"),
+    (re.compile(r"\\\{\s*\\\}"), r"\\emptyset "),
+)
+_SAME = (
+    r"leq>\le leqslant>\le geq>\ge geqslant>\ge neq>\ne varnothing>\emptyset ldots>\dots lvert>| "
+    r"cdots>\dots wedge>\land vee>\lor rightarrow>\to degree>° mod>\pmod backslash>\setminus "
+    r"rvert>| vert>| colon>: div>/ lt>< gt>> %>% &>&"
+)
+_ALIASES = dict(pair.split(">", 1) for pair in _SAME.split())
+# Between brackets a comma separates: (1,200) is a pair.
+_NUMBER = r"(?:\.[0-9]+|%s[0-9]+(?:\.[0-9]+)?)(?:[eE][+-]?[0-9]{1,3}(?![\w.]))?"
+_THOUSANDS = (
+    r"(?<![\^_])[0-9]{1,3}(?:,[0-9]{3})+(?!,?[0-9])(?:\.[0-9]+)?|"
+    r"(?<![\^_])[0-9]{1,3}(?: [0-9]{3})+(?![0-9/]| [0-9])(?:\.[0-9]+)?|"
+)
+_OUTSIDE, _INSIDE = (
+    re.compile(
+        r"(?s)(?P<space>(?:\s|\$|(?<=[\w}){])~|\\[,;: ()\[\]]|\\(?:q?quad|left|right|[bB]igg?[lrm]?"
+        r"|limits|displaystyle|textstyle|large|rm)(?![a-zA-Z]))+)"
+        r"|(?P<style>\\(?:boxed|fbox|mathbf|boldsymbol|textbf|bm|mathit|textit|emph)\s*\{)"
+        r"|(?P<styled>\\(?:text(?:rm|normal)?|math(?:rm|sf)|mbox|operatorname\*?)\s*\{)"
+        r"|(?P<field>\\mathbb\s*\{?\s*[A-Z]\s*\}?)"
+        r"|(?P<number>[0-9]*\.[0-9]*\s*\\(?:overline|bar|dot)\s*\{?[0-9]+\}?"
+        rf"|{_NUMBER % thousands})"
+        r"|(?P<command>\\[a-zA-Z]+|\\.)|(?P<letters>[^\W\d_]+)|(?P<sign><=|>=|(?<![\d)])!=|.)"
+    )
+    for thousands in (_THOUSANDS, "")
+)
+
+
+def tokens(text: str) -> list[Token]:
+    """Lists what a text says, without marks around it; nothing of one that is too long."""
+    text = text.translate(_TRANSLATED)
+    text = text if len(text) <= MAX_CHARS else ""
+    if r"\begin" not in text:  # some data is escaped twice
+        text = text.replace("\\\\", "\\")
+    for pattern, new in _REWRITTEN:
+        text = pattern.sub(new, text)
+    found, styles, depth, place, spaced = [], [], 0, 0, False
+    while place < len(text):
+        match = (_INSIDE if depth > 0 else _OUTSIDE).match(text, place)
+        kind, word, place = match.lastgroup, match[0], match.end()
+        if kind == "command":
+            word = _ALIASES.get(word[1:], word)
+        if kind in ("style", "styled") or word == "{":
+            styles.append(kind)
+        is_end = word == "}" and styles and styles.pop() in ("style", "styled")
+        if kind in ("space", "style", "styled") or is_end:
+            spaced |= kind == "space" or is_end
+            continue
+        depth += (word in ("(", "[", r"\{")) - (word in (")", "]", r"\}"))
+        if kind == "field":
+            word = rf"\mathbb{{{word.rstrip('} ')[-1]}}}"
+        is_script = word == "}" and len(found) > 2 and found[-2].text == "{"
+        if (
+            is_script
+            and found[-3].text in "^_"
+            and (len(found[-1].text) == 1 or found[-1].kind != "letters")
+        ):
+            del found[-2]  # x^{2} is x^2
+            continue
+        found.append(
+            Token("command" if kind == "field" else kind, word, spaced, "styled" in styles)
+        )
+        spaced = False
+    is_open = {"style", "styled"} & {*styles}  # \boxed{42 is no number
+    return _trimmed([*found, Token("sign", "?")] if is_open else found)
+
+
+def _trimmed(found: list[Token]) -> list[Token]:
+    while found and found[0].text in ("*", "_", ":"):
+        found = found[1:]
+    while found and found[-1].text in tuple(",;:.。、*_") and found[-2:-1] != [Token("sign", "^")]:
+        found = found[:-1]
+    is_group = found and found[0].text == "{" and closing(found, 0) == len(found) - 1
+    return _trimmed(found[1:-1]) if is_group else found
+
+
+def closing(found: Sequence[Token], place: int) -> int:
+    """Finds the token that closes the brace or bracket at a place; the end where none does."""
+    depth = 0
+    for i in range(place, len(found)):
+        depth += (found[i].text in OPENS) - (found[i].text in CLOSES)
+        if depth <= 0:
+            return i
+    return len(found)
+
+
+OPENS = frozenset(("(", "[", "{", r"\{", r"\begin", r"\langle", r"\lfloor", r"\lceil"))
+CLOSES = frozenset((")", "]", "}", r"\}", r"\end", r"\rangle", r"\rfloor", r"\rceil"))
+
+
+def joined(found: Sequence[Token]) -> str:
+    """Returns the one spelling of tokens, which reads as the same tokens."""
+    text, last = "", None
+    for token in found:
+        if last and token.kind in ("letters", "number"):
+            is_apart = token.spaced and last.kind in ("letters", "number")
+            text += " " * (is_apart or last.kind in (token.kind, "command") or last.text == ",")
+        text, last = text + token.text, token
+    return text
