@@ -211,6 +211,39 @@ unused_tokens dapo_jax/logs/metrics.py rollout
 seeds_unpaired dapo_jax/report/compare.py report sweep
 - [b for _, b in pairs])
 + [b for _, b in reversed(pairs)])
+environment_shares_row dapo_jax/tasks/environments.py environments
+- columns = self._outside(lambda: copy.deepcopy(columns))
++ columns = {**columns}
+seed_of_another dapo_jax/tasks/environments.py environments
+- return {name: more[name] for name in named & more.keys()} | dict(taken)
++ return dict(taken) | {name: more[name] for name in named & more.keys()}
+place_of_each_call dapo_jax/tasks/environments.py environments
+- if self._place.is_taken:
++ if True:
+judge_without_word dapo_jax/tasks/environments.py environments
+- return is_known or any(map(self._has, REWARDS))
++ return is_known or self._has("get_reward")
+calls_of_thoughts dapo_jax/tasks/calls.py environments
+- text = (begun + text).rpartition("</think>")[2]
++ text = begun + text
+one_answer_of_two dapo_jax/tasks/turns.py environments
+- if text.count(SAID) == len(roles):
++ if SAID in text:
+markup_of_others dapo_jax/tasks/tokenizer.py environments
+- if is_of_template and token in text
++ if not text and token in text
+cut_turn_is_given dapo_jax/episodes.py environments
+- messages = episode.answer(text) if stopped else []
++ messages = episode.answer(text)
+place_is_lost dapo_jax/episodes.py environments
+- on_failure.callback(self._may_open.release)
++ pass
+left_out_whole dapo_jax/types.py environments
+- return any(response.verdict.status == LEFT_OUT for
++ return all(response.verdict.status == LEFT_OUT for
+only_sample_gives_way dapo_jax/sampler/scheduler.py episodes::test_few_open_environments_and_few_pages_end
+- younger_than=-1 if is_alone else age_B[youngest]
++ younger_than=age_B[youngest]
 turn_without_answer dapo_jax/sampler/session.py episodes::test_an_episode_goes_on_in_other_sessions_as_if_it_had_never_stopped
 - & (given_NS == 0) | is_end_NS
 + & (given_NS == 0)

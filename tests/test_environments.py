@@ -237,8 +237,9 @@ def test_a_failure_keeps_no_place_among_the_open_ones(dataset, tokenizer):
     for live in (4, 0, 0):
         Counted.live = live
         running.ask((0, 0), data.prompts[0], Response(tokens, zeros, True, given_T=other), 99)
-        ((_, end),) = running.answers(wait=True)
-        assert end.verdict.status == LEFT_OUT
+        ended = []
+        wait_for(lambda found=ended: found.extend(running.answers(wait=False)) or found, seconds=9)
+        assert ended[0][1].verdict.status == LEFT_OUT
         wait_for(lambda n=live: Counted.live == n, seconds=9)
 
 
@@ -487,10 +488,19 @@ def test_a_turn_that_is_cut_has_the_same_judge(dataset, tokenizer):
 
 @pytest.mark.parametrize("judge", ["reward", "correct", "get_reward"])
 def test_one_word_on_the_result_makes_the_class_the_judge(judge, dataset, tokenizer):
-    kind = type("Judge", (Twice,), {judge: True if judge == "correct" else lambda self: 0.25})
-    data = dataset(kind, ROW)
-    assert data.environment.judges and data.same is None
-    assert verdict(data, tokenizer, "a", "b").score == (1.0 if judge == "correct" else 0.25)
+    """Of the class, or of the object that `reset` gives it to."""
+    word, score = {"reward": (0.25, 0.25), "correct": (True, 1.0)}.get(judge, (lambda: 0.25, 0.25))
+
+    class Object(Twice):
+        def reset(self, **columns):
+            super().reset()
+            setattr(self, judge, word)
+
+    of_class = staticmethod(word) if callable(word) else word
+    for kind in (Object, type("Class", (Twice,), {judge: of_class})):
+        data = dataset(kind, ROW)
+        assert data.environment.judges and data.same is None
+        assert verdict(data, tokenizer, "a", "b").score == score
 
 
 def test_a_class_that_rewards_late_is_refused(dataset, tokenizer):
