@@ -30,8 +30,9 @@ def compare_exactly(one: Tree, other: Tree, how: str) -> bool:
         return True
     if one[0] == other[0] == "number" and how in ("equal", "checked"):
         return one[1] == other[1] or _is_rounded(one, other) or _is_rounded(other, one)
-    if how == "equal" and all(it[0] == "formula" and len(it[1]) == 1 for it in (one, other)):
-        return False  # two letters
+    spelled = [it[1] for it in (one, other) if it[0] == "formula" and it[1].isalpha()]
+    if how == "equal" and len(spelled) == 2 and max(map(len, spelled)) != 2:
+        return False  # two letters, or what may be words: bad is no dab
     raise AlgebraNeededError
 
 
@@ -73,7 +74,7 @@ def _equations(one: Tree, other: Tree, compare: Compare) -> bool:
     if other[0] != "=":  # one name is none of several
         return other[0] != "map" and _is_consistent(one, compare) and equal(one[-1], other, compare)
     if one[0] != "=":
-        return is_name(other[1]) and equal(one, other[-1], compare)
+        return one[0] != "map" and is_name(other[1]) and equal(one, other[-1], compare)
     if is_name(other[1]) and one[1] == other[1]:
         return _is_consistent(one, compare) and equal(one[-1], other[-1], compare)
     sides = one[2:], other[2:]
@@ -128,14 +129,23 @@ def _collections(one: Tree, other: Tree, compare: Compare) -> bool:
         pairs = (items, its_items), (its_items, items)
         return all(any(equal(a, b, compare) for b in right) for left, right in pairs for a in left)
     are_values = all(
-        it[0] in ("number", "formula", "tuple", "measure", "map") and not str(it[1]).isalpha()
+        it[0] in ("number", "formula", "tuple", "measure", "map")
+        and not (it[0] == "formula" and is_name(it[1]))
         for it in both
     )
-    # Of several units none may be left out.
-    units = {it[2] if it[0] == "measure" else "" for it in both}
-    if (one[0] != other[0] and not are_values) or ("" in units and len(units) > 2):
+    names = [{it[1] if it[0] == "=" else "" for it in side} for side in (items, its_items)]
+    if (one[0] != other[0] and not are_values) or (names[0] != names[1] and len(names[1]) > 1):
         return False
-    return _matched(items, its_items, compare)
+    # Of several units none may be left out.
+    units = [[it[2] if it[0] == "measure" else "" for it in side] for side in (items, its_items)]
+    if max(len({*units[0]}), len({*units[1]})) < 2:
+        return _matched(items, its_items, compare)
+    parts = [
+        [[it for it, its_unit in zip(*side, strict=True) if its_unit == unit] for side in sides]
+        for sides in [list(zip((items, its_items), units, strict=True))]
+        for unit in {*units[0], *units[1]}
+    ]
+    return all(_matched(*part, compare) for part in parts)
 
 
 def _matched(items: Sequence[Tree], its_items: Sequence[Tree], compare: Compare) -> bool:
@@ -154,21 +164,21 @@ def _in_order(items: Sequence[Tree], its_items: Sequence[Tree], compare: Compare
 
 
 def _maps(one: Tree, other: Tree, compare: Compare) -> bool:
-    """Compares values by their names; those of a tuple have the names in their order.
+    """Compares values by their names.
 
-    Values without names are in the order that the map has them in, unless its names are one letter
-    with indices.
+    Values without names are in the order that the map has them in; coordinates are in theirs. An
+    answer may name what a truth has not where its names are in order.
     """
     pairs, plain = (one[1:], other) if one[0] == "map" else (other[1:], one)
-    names, values = zip(*sorted(pairs), strict=True)
     if plain[0] == "map":
-        its_names, its_values = zip(*sorted(plain[1:]), strict=True)
+        (names, values), (its_names, its_values) = (
+            zip(*sorted(it), strict=True) for it in (pairs, plain[1:])
+        )
         return names == its_names and _in_order(values, its_values, compare)
-    if plain[0] == "tuple":
-        return _in_order(plain[1:], values, compare)
-    if len({name.partition("_")[0] for name in names}) == 1 and plain[0] in ("list", "set"):
-        return _matched(plain[1:], values, compare)
-    return plain[0] == "list" and _in_order(plain[1:], [value for _, value in pairs], compare)
+    pairs = sorted(pairs) if {name for name, _ in pairs} <= {*"xyz"} else pairs
+    names, values = zip(*pairs, strict=True)
+    is_known = one is plain or [*names] == sorted(names)
+    return is_known and plain[0] in ("list", "tuple") and _in_order(plain[1:], values, compare)
 
 
 def _relations(one: Tree, other: Tree, compare: Compare) -> bool:

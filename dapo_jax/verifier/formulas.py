@@ -137,6 +137,8 @@ class Formula:
             if self.at("^"):
                 value = self.raised(value)
             elif self.at("!"):
+                if self.next.text == "!":
+                    raise UnreadableError  # a double factorial
                 value = self.call("!", [value])
             elif self.next.text in _MARKS:
                 value = value * _MARKS[self.take()]
@@ -148,7 +150,10 @@ class Formula:
         self.spread()
         if self.at(r"\top", "*", r"\dagger") or (str(value).isupper() and self.at("T")):
             return self.symbol(f"{value}^{self.found[self.place - 1].text.replace('top', 'T')}")
-        return power(value, -self.atom() if self.at("-") else self.argument())
+        exponent = -self.atom() if self.at("-") else self.argument()
+        if exponent == -1 and str(value) in _OF_ANYTHING and self.next.text == "(":
+            raise UnreadableError  # an inverse function
+        return power(value, exponent)
 
     def argument(self):
         """Reads what a command takes: braces, or one atom."""
@@ -230,7 +235,9 @@ class Formula:
                 exponent = self.argument()
             else:
                 base = [self.argument()]
-        if exponent == -1 and name in ("sin", "cos", "tan"):
+        if exponent == -1:
+            if f"arc{name}" not in FUNCTIONS:
+                raise UnreadableError  # another inverse function
             name, exponent = f"arc{name}", None
         if self.next.text == "(":
             values = self.inside()
@@ -240,6 +247,9 @@ class Formula:
             while self.goes_on("(", "|") and self.next.text.removeprefix("\\") not in FUNCTIONS:
                 value = value * self.factor()
             values = [sign * value]
+            behind = [it.text.removeprefix("\\") for it in self.found[self.place :][:2]]
+            if behind[:1] == ["/"] and behind[-1] not in FUNCTIONS:
+                raise UnreadableError  # \sin \pi/6 has two readings
         if (len(values) > 1) != (name in _SYMMETRIC) or (base and name != "log"):
             raise UnreadableError
         value = self.call(name, [*values, *base])

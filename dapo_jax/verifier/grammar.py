@@ -173,16 +173,9 @@ def _item(found: Sequence[Token]) -> Tree:
 
 
 def _name(found: Sequence[Token]) -> str:
-    """Spells what is before "="; f(x) is f(t)."""
-    return re.sub(
-        r"\([a-z]\)$",
-        "(x)",
-        joined(found)
-        if len(found) > 1
-        else found[0].text.casefold()
-        if is_word(found[0])
-        else found[0].text,
-    )
+    """Spells what is before "="; a word in any case."""
+    is_one_word = len(found) == 1 and is_word(found[0])
+    return found[0].text.casefold() if is_one_word else joined(found)
 
 
 def _side(found: Sequence[Token]) -> Tree:

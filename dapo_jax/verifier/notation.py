@@ -126,9 +126,9 @@ def tokens(text: str) -> list[Token]:
 
 
 def _trimmed(found: list[Token]) -> list[Token]:
-    while found and found[0].text in ("*", "_", ":"):
-        found = found[1:]
-    while found and found[-1].text in tuple(",;:.。、*_") and found[-2:-1] != [Token("sign", "^")]:
+    while found and found[0].text in ("*", "_", ":"):  # emphasis has another one behind it
+        found = found[1:-1] if found[-1].text == found[0].text else found[1:]
+    while found and found[-1].text in tuple(",;:.。、_") and found[-2:-1] != [Token("sign", "^")]:
         found = found[:-1]
     is_group = found and found[0].text == "{" and closing(found, 0) == len(found) - 1
     return _trimmed(found[1:-1]) if is_group else found

@@ -23,7 +23,9 @@ _POWERS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3}
 MONEY = frozenset((r"\$", "€", "£", "¥"))
 SIGNS = MONEY | {"%", "°", "℃", "℉", "'"}  # units that are no words
 # Words that make another number of the one before them.
-_NO_COUNTS = ("times", "halves", "thirds", "quarters", "plus", "minus")
+_PARTS = "times halves thirds quarters plus minus pairs doubles triples squares cubes roots powers"
+_AMOUNTS = "tens dozens scores hundreds thousands millions billions trillions zeros negatives"
+_NO_COUNTS = frozenset(f"{_PARTS} {_AMOUNTS}".split())
 
 
 @functools.cache
