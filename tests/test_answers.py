@@ -360,7 +360,7 @@ def equivalences(shared) -> list[tuple[str, str, bool]]:
 LABELLED = [
     # The rewarded ones are those that words take back: "Wait", "No, 43", "is not", "or maybe".
     (own_answers, "dapo", 195, 283),
-    (own_answers, "strict", 9, 153),
+    (own_answers, "strict", 9, 154),
     (own_answers, "symbolic", 28, 14),  # the refused ones have neither a line "Answer:" nor a box
     (near_misses, "dapo", 33, 193),
     (near_misses, "strict", 0, 73),

@@ -391,6 +391,8 @@ def _values(a, b) -> list[tuple]:
     if not a.has(sympy.I) and not b.has(sympy.I):
         real = [it for it in points if _is_real(a, it) and _is_real(b, it)]
         points = real if len(real) >= ENOUGH else points
+    if any(it.has(sympy.floor, sympy.ceiling) for it in (a, b)):
+        points.append({letter: sympy.Integer(3 + i) for i, letter in enumerate(letters)})
     is_slow = any(it.has(sympy.Sum, sympy.Product, sympy.Integral) for it in (a, b))
     digits = 30 if is_slow else DIGITS
     return [(a.subs(point).evalf(digits), b.subs(point).evalf(digits)) for point in points]

@@ -138,7 +138,7 @@ def is_name(name: str, *, loose: bool = False) -> bool:
         return True
     bare = re.sub(r"\([^()]*\)|_(?:\w|\{[^{}]*\})", "", name)
     has_letters = re.search("[a-zA-Z]", bare) and not any(map(is_word, tokens(name)))
-    return bool(loose and has_letters and not re.search(r"^-|\d", bare))
+    return bool(loose and has_letters and not re.search(r"^-|\d|\\(?:sqrt|frac)", bare))
 
 
 def _item(found: Sequence[Token]) -> Tree:
