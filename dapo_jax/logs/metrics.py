@@ -181,7 +181,7 @@ METRICS: list[Metric] = [
     Metric("groups/all_wrong", "groups", "Groups with wrong responses only.",
            lambda s: (~s.rollouts.correct_PG).all(axis=1).sum(), panel="groups"),
     Metric("groups/left_out", "groups", "Groups of which an environment failed.",
-           lambda s: sum(group.is_left_out for group in s.rollouts.sampled) or None),
+           lambda s: sum(group.is_left_out for group in s.rollouts.sampled)),
     Metric("groups/discarded", "groups", "Sampled groups that the update does not train on.",
            lambda s: len(s.rollouts.sampled) - len(s.rollouts.kept)),
     Metric("groups/cancelled", "groups", "Unfinished groups when the step had enough.",
