@@ -122,7 +122,8 @@ step 12, prompts_seen 9, sampled_tokens_total 1056, reward/mean -0.25, accuracy/
 response_tokens/mean 6, response_tokens/correct 5.75, response_tokens/wrong 6.25
 response_tokens/max 10, response_tokens/truncated_fraction 0.25, no_answer_fraction 1
 responses_not_finite 0, verdicts/gave_up 1, verdicts/timeout 1, groups/sampled 4
-groups/informative 2, groups/all_correct 1, groups/all_wrong 1, groups/discarded 2
+groups/informative 2, groups/all_correct 1, groups/all_wrong 1, groups/left_out 0
+groups/discarded 2
 groups/cancelled 1, generation_batches 2, engine/occupancy 0.56
 engine/occupancy_while_waiting 0.75, engine/decode_steps 7, engine/requests 10
 engine/prefilled_prompts 5, engine/cache_use 0.75, engine/drawn_tokens 56
