@@ -185,7 +185,7 @@ class Group:
 
     @property
     def success_G(self) -> np.ndarray:
-        """What dynamic sampling looks at (Eq. 11): correctness.
+        """Marks the successes of dynamic sampling (Eq. 11): correctness.
 
         Where environments say no more than a reward: one above the group's lowest.
         """

@@ -55,7 +55,7 @@ class EnvironmentFailed(ValueError):
 
 
 class EnvironmentRefused(EnvironmentFailed):
-    """What an environment does that cannot be read: trying again would not mend it."""
+    """A mistake of an environment: trying again would not mend it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +128,10 @@ class Factory:
 
     def schemas(self) -> list[dict]:
         """Describes the tools for the chat template; ValueError for one without hints or Args."""
+        return self._schemas
+
+    @functools.cached_property
+    def _schemas(self) -> list[dict]:
         from transformers.utils import get_json_schema
 
         try:
@@ -271,8 +275,7 @@ class Episode(contextlib.AbstractContextManager):
             raise EnvironmentRefused(f"{name} gives a reward, and had none: give it get_reward")
         reward = float(correct) if reward is None else reward
         is_correct = bool(reward > 0 if correct is None else correct)
-        status = "correct" if is_correct else "wrong"
-        status = REWARDED if correct is None else status
+        status = REWARDED if correct is None else "correct" if correct else "wrong"
         return Verdict(is_correct, None, status, reward, {"reward": reward})
 
     def close(self) -> None:

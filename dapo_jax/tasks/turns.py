@@ -28,7 +28,7 @@ ADVICE = (
 
 
 class Turns:
-    """What a template writes for a turn's calls, and between two turns.
+    """The words of a template for a turn's calls, and between two turns.
 
     render(messages, **arguments): the template's text; "" where it takes no such conversation.
     parse(text, tools): reads calls by the files' response_template; None: they have none. ends: the
