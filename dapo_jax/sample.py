@@ -114,7 +114,7 @@ def load() -> tuple[Policy, Callable, Environments | None]:
     def asked(text: str, cursor: int, tokenizer: Tokenizer) -> Prompt:
         example = Example(tuple(templated(text, template)), "", KEY, cursor, columns)
         example = factory.introduced(example) if factory else example
-        ids = tokenizer.encode_chat(example.prompt, factory and factory.schemas())
+        ids = tokenizer.encode_chat(example.prompt, factory and factory.schemas)
         return Prompt(np.asarray(ids, np.int32), example, KEY)
 
     r.max_response_tokens = given.max_tokens or r.max_response_tokens

@@ -6,6 +6,8 @@ experts of a token.
 """
 
 import dataclasses
+import numbers
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
@@ -80,6 +82,21 @@ class Verdict(NamedTuple):
         """Returns whether no answer was found; an environment looks for none."""
         looked = self.status not in ("correct", "wrong", REWARDED, LEFT_OUT)
         return self.prediction is None and looked
+
+
+def finite_number(value: Any) -> float:
+    """Returns a reward, score or measure of a task or an environment; ValueError for no number."""
+    value = value.item() if getattr(value, "ndim", None) == 0 else value  # an array's
+    if not isinstance(value, numbers.Real) or not abs(value) <= sys.float_info.max:
+        raise ValueError("it has to be a finite number")
+    return float(value)
+
+
+def true_or_false(value: Any) -> bool:
+    """Returns a word of a task or an environment; ValueError for other values, also 0 and 1."""
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError("it has to be True or False")
+    return bool(value)
 
 
 @dataclasses.dataclass(frozen=True)

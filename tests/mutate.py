@@ -227,8 +227,8 @@ calls_of_thoughts dapo_jax/tasks/calls.py environments
 - text = (begun + text).rpartition("</think>")[2]
 + text = begun + text
 one_answer_of_two dapo_jax/tasks/turns.py environments
-- if text.count(SAID) == len(roles):
-+ if SAID in text:
+- way(messages, made).count(SAID) == len(roles)
++ SAID in way(messages, made)
 markup_of_others dapo_jax/tasks/tokenizer.py environments
 - if is_of_template and token in text
 + if not text and token in text
@@ -238,6 +238,9 @@ cut_turn_is_given dapo_jax/episodes.py environments
 place_is_lost dapo_jax/episodes.py environments
 - on_failure.callback(self._may_open.release)
 + pass
+reward_is_nan dapo_jax/types.py environments
+- or not abs(value) <= sys.float_info.max
++ or abs(value) > sys.float_info.max
 left_out_whole dapo_jax/types.py environments
 - return any(response.verdict.status == LEFT_OUT for
 + return all(response.verdict.status == LEFT_OUT for

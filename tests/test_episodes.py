@@ -111,7 +111,7 @@ def test_prompt_turn_and_what_is_between_are_the_whole_conversation(
 def test_published_qwen_templates_are_continued(shared):
     folder = shared / "data" / "qwen25_tokenizer"
     tokenizer, library = load(folder, chat="template"), AutoTokenizer.from_pretrained(folder)
-    (schema,) = Factory("x", Tools, 1.0).schemas()[:1]
+    (schema,) = Factory("x", Tools, 1.0).schemas[:1]
     asked = [{"role": "user", "content": "What is 6 times 7?"}]
     turn = '<tool_call>\n{"name": "multiply", "arguments": {"a": 6, "b": 7}}\n</tool_call>'
     answers = [{"role": "tool", "content": "42"}]
@@ -345,9 +345,9 @@ def call(name, **arguments):
 
 def test_a_class_of_trls_contract_is_played():
     factory = Factory("tools:Tools", Tools, seconds=0.3)
-    names = [schema["function"]["name"] for schema in factory.schemas()]
+    names = [schema["function"]["name"] for schema in factory.schemas]
     assert names == ["leave", "multiply", "sleep"]
-    parameters = factory.schemas()[1]["function"]["parameters"]
+    parameters = factory.schemas[1]["function"]["parameters"]
     assert parameters["properties"]["a"] == {"type": "integer", "description": "the first"}
     assert factory.introduced(EXAMPLE).text == "Go for 7 steps"
     episode = Episode(factory, EXAMPLE)
@@ -378,7 +378,7 @@ def test_the_guides_environment_of_30_lines_works_as_it_is_written():
     (code,) = re.findall(r"```python\n(.*?)```", part, re.DOTALL)
     exec(code, module := {"__name__": "shop"})
     factory = Factory("shop:Shop", module["Shop"], 1.0)
-    assert [schema["function"]["name"] for schema in factory.schemas()] == ["pay", "price"]
+    assert [schema["function"]["name"] for schema in factory.schemas] == ["pay", "price"]
     example = dataclasses.replace(EXAMPLE, extra={"things": ["pear", "plum"]})
     assert factory.introduced(example).text == "Go You want pear, plum."
     episode = Episode(factory, example)

@@ -90,14 +90,14 @@ def outcome(tokenizer):
         tokenizer._turns,
         [{"role": "user", "content": "Buy."}],
     )
-    made, how = turns._turn([call]), {"tools": factory.schemas(), "tokenize": False}
+    made, how = turns._turn([call]), {"tools": factory.schemas, "tokenize": False}
     if turns.shows_tools and turns.written:
         whole = library.apply_chat_template([*asked, made], **how)
         prompt = library.apply_chat_template(asked, add_generation_prompt=True, **how)
         begun = next(it for it in (prompt, prompt.rstrip()) if whole.startswith(it))
         turn, ends = whole.removeprefix(begun), library.convert_ids_to_tokens(tokenizer.stop_ids)
         text, end = min(((turn.partition(it)[0], it) for it in ends), key=lambda it: len(it[0]))
-        assert tokenizer.tool_calls(text, factory.schemas()) == [call]
+        assert tokenizer.tool_calls(text, factory.schemas) == [call]
         end = "<|observation|>" if end not in turn else end
         between = tokenizer.between([message], library.convert_tokens_to_ids(end), call)
         answers = [*asked, made, message | {"tool_call_id": "call00000"}]

@@ -10,16 +10,13 @@ imported from the working directory or PYTHONPATH.
 """
 
 import inspect
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
-
-import numpy as np
 
 from dapo_jax.outside import imported
 from dapo_jax.tasks.rows import DataError, DataReport
 from dapo_jax.tasks.tokenizer import Tokenizer, begun_answer
-from dapo_jax.types import Example, Group, Verdict
+from dapo_jax.types import Example, Group, Verdict, finite_number, true_or_false
 
 BUILT_IN = {
     "math": "dapo_jax.tasks.math_problems:MathProblems",
@@ -146,21 +143,15 @@ def _grade(task: Task, response: str, example: Example) -> object:
 def _checked(name: str, verdict: object, where: str) -> Verdict:
     """Returns a verdict of plain values, with a copy of its measures; DataError for none."""
     try:
-        score = None if verdict.score is None else float(verdict.score)
-        measures = {key: float(value) for key, value in (verdict.measures or {}).items()}
-        fits = (
-            isinstance(verdict.correct, bool | np.bool_)
-            and isinstance(verdict.prediction, str | None)
-            and isinstance(verdict.status, str)
-            and all(map(math.isfinite, [score or 0.0, *measures.values()]))
-            and all(map(str.isidentifier, measures))
-        )
-    except (TypeError, ValueError, OverflowError, AttributeError):
-        fits = False
-    if not fits:
-        raise DataError(f"{name} graded a response {verdict!r:.200}, which is no Verdict ({where})")
-    correct = bool(verdict.correct)
-    return Verdict(correct, verdict.prediction, verdict.status, score, measures or None)
+        correct = true_or_false(verdict.correct)
+        score = None if verdict.score is None else finite_number(verdict.score)
+        measures = {key: finite_number(value) for key, value in (verdict.measures or {}).items()}
+        texts = verdict.prediction or "", verdict.status
+        if all(isinstance(it, str) for it in texts) and all(map(str.isidentifier, measures)):
+            return Verdict(correct, verdict.prediction, verdict.status, score, measures or None)
+    except (TypeError, ValueError, AttributeError):
+        pass
+    raise DataError(f"{name} graded a response {verdict!r:.200}, which is no Verdict ({where})")
 
 
 def graded(group: Group, *, task: Task, tokenizer: Tokenizer) -> Group:

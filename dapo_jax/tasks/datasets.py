@@ -64,7 +64,7 @@ def load_dataset(
         environment, tools, notes = None, None, [*report.notes]
         if name := settings["environment"]:
             environment = Factory.of(key, name, environment_seconds)
-            tools = environment.schemas()
+            tools = environment.schemas
             notes += tokenizer.check_turns(with_tools=not environment.is_stepped)
         limit = {"max_prompt_tokens": max_prompt_tokens, "tools": tools}
         prompts, overlong = tokenize(examples, tokenizer, key, **limit)
@@ -75,8 +75,12 @@ def load_dataset(
             at_once = min(BEGUN_AT_ONCE, open_environments or BEGUN_AT_ONCE)
             examples = [prompt.example for prompt in prompts]
             environment, examples = begun(environment, examples, key, at_once=at_once)
-            prompts, longer = tokenize(examples, tokenizer, key, **limit)
-            overlong += longer
+            if any(example.opening for example in examples):
+                prompts, longer = tokenize(examples, tokenizer, key, **limit)
+                overlong += longer
+            else:
+                pairs = zip(prompts, examples, strict=True)
+                prompts = [dataclasses.replace(prompt, example=it) for prompt, it in pairs]
         lengths = [len(prompt.token_ids) for prompt in prompts]
         report = dataclasses.replace(
             report,

@@ -21,8 +21,6 @@ import dataclasses
 import functools
 import inspect
 import json
-import math
-import numbers
 import re
 import time
 import types
@@ -30,7 +28,6 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 from absl import logging
 
 from dapo_jax.outside import imported
@@ -38,7 +35,15 @@ from dapo_jax.tasks import calls
 from dapo_jax.tasks.calls import Call
 from dapo_jax.tasks.place import Place
 from dapo_jax.tasks.rows import UNANSWERED
-from dapo_jax.types import REWARDED, Example, Message, Verdict, plain_text
+from dapo_jax.types import (
+    REWARDED,
+    Example,
+    Message,
+    Verdict,
+    finite_number,
+    plain_text,
+    true_or_false,
+)
 
 REWARDS = ("get_reward", "reward", "correct")
 LIFECYCLE = {"reset", "init", "step", "close", "is_done", *REWARDS}
@@ -126,12 +131,9 @@ class Factory:
                 return own
         return {}
 
-    def schemas(self) -> list[dict]:
-        """Describes the tools for the chat template; ValueError for one without hints or Args."""
-        return self._schemas
-
     @functools.cached_property
-    def _schemas(self) -> list[dict]:
+    def schemas(self) -> list[dict]:
+        """The tools as the chat template shows them; ValueError for one without hints or Args."""
         from transformers.utils import get_json_schema
 
         try:
@@ -248,9 +250,10 @@ class Episode(contextlib.AbstractContextManager):
         if self._factory.is_stepped:
             messages = self._step(text)
         else:
-            self.calls = list(self._reads(text, self._factory.schemas()))
+            self.calls = list(self._reads(text, self._factory.schemas))
             messages = [self._called(call, i) for i, call in enumerate(self.calls)]
-        return [] if messages and self._read("is_done", _flag, self._given("is_done")) else messages
+        is_over = messages and self._read("is_done", _maybe, self._given("is_done"))
+        return [] if is_over else messages
 
     def verdict(self) -> Verdict | None:
         """Grades the episode; None where the task is to.
@@ -260,13 +263,13 @@ class Episode(contextlib.AbstractContextManager):
         """
         name, judges, reward = self._factory.name, self._factory.judges, self._reward
         if self._has("get_reward"):
-            reward = self._read("get_reward", _number, self._given("get_reward"))
+            reward = self._read("get_reward", finite_number, self._given("get_reward"))
         elif (own := self._given("reward")) is not None:
-            own = self._read("reward", _number, own)
+            own = self._read("reward", finite_number, own)
             if reward not in (None, own):
                 raise EnvironmentRefused(f"{name}.reward is {own:g}, and its steps' is {reward:g}")
             reward = own
-        correct = self._read("correct", _flag, self._given("correct"))
+        correct = self._read("correct", _maybe, self._given("correct"))
         if reward is None and correct is None:
             if not judges:
                 return None
@@ -375,10 +378,10 @@ def step_of(value: Any) -> tuple[list[Message], float | None]:
         raise ValueError("None ends an episode, no empty list")
     else:
         return messages_of(value), None
-    ends = [_flag(end) for end in ends]
+    ends = [_maybe(end) for end in ends]
     # A tool that says nothing ends no episode.
     messages = messages_of(observation) or messages_of("")
-    return [] if any(ends) else messages, None if reward is None else _number(reward)
+    return [] if any(ends) else messages, None if reward is None else finite_number(reward)
 
 
 def messages_of(value: Any) -> list[Message]:
@@ -424,17 +427,8 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
-def _flag(value: Any) -> bool | None:
-    if not isinstance(value, bool | np.bool_ | None):
-        raise ValueError("it has to be True or False")
-    return None if value is None else bool(value)
-
-
-def _number(value: Any) -> float:
-    value = value.item() if getattr(value, "ndim", None) == 0 else value  # an array's
-    if not isinstance(value, numbers.Real) or not math.isfinite(value):
-        raise ValueError("a reward has to be a finite number")
-    return float(value)
+def _maybe(value: Any) -> bool | None:
+    return None if value is None else true_or_false(value)
 
 
 def _cut(text: str) -> str:

@@ -141,8 +141,12 @@ class HuggingFaceTokenizer(PlainText):
     def _opening(self) -> str:
         """Returns what a prompt has behind the header that an earlier answer has too."""
         header, found, _ = self._rendered("a question", "an answer", "more").partition("an answer")
-        prompt = self._rendered("a question", add_generation_prompt=True)
-        return prompt.removeprefix(header) if found and prompt.startswith(header) else ""
+        is_begun = found and self._asked.startswith(header)
+        return self._asked.removeprefix(header) if is_begun else ""
+
+    @functools.cached_property
+    def _asked(self) -> str:
+        return self._rendered("a question", add_generation_prompt=True)
 
     def _end_of_turn(self) -> str | None:
         """Returns the special token that the template writes behind an answer; None without one."""
@@ -216,10 +220,9 @@ class HuggingFaceTokenizer(PlainText):
 
         Some look for the end token, which a turn's text does not have.
         """
-        prompt = self._rendered("a question", add_generation_prompt=True)
+        given = {"prefix": self._asked, "tools": list(tools)}
         for end in (*self._tokenizer.convert_ids_to_tokens(self.stop_ids), ""):
             with contextlib.suppress(Exception):  # the model wrote what the template does not read
-                given = {"prefix": prompt, "tools": list(tools)}
                 message = self._tokenizer.parse_response(text + end, **given)
                 if made := [call.get("function", call) for call in message.get("tool_calls", ())]:
                     return [{key: call[key] for key in ("name", "arguments")} for call in made]

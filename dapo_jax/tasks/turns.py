@@ -5,6 +5,7 @@ words; where they are found says by which reader calls are read, and as whose me
 written. Texts in, texts out; tokens are the tokenizer's.
 """
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 
@@ -37,7 +38,7 @@ class Turns:
 
     def __init__(self, render: Callable, parse: Callable | None, ends: Sequence[str], opening: str):
         self._render, self._ends, self._opening = render, ends, opening
-        self._answers_by_roles: dict[tuple[str, ...], Callable] = {}
+        self._way_of = functools.cache(self._way)
         prompt = render([QUESTION], tools=[TOOL], add_generation_prompt=True)
         self.shows_tools = prompt != render([QUESTION], add_generation_prompt=True)
         # Most templates take arguments as an object, DeepSeek's as JSON.
@@ -95,7 +96,9 @@ class Turns:
 
         Raises ValueError where the template's own calls are not read, or an answer has no place.
         """
-        self._answers_of(("tool",) if with_tools else ("user",))
+        role = "tool" if with_tools else "user"
+        if self._way_of((role,)) is None:
+            raise ValueError(f"has no place for an answer of a {role}: {ADVICE}")
         if not with_tools:
             return []
         if self.read is None:
@@ -111,29 +114,22 @@ class Turns:
         made: the turn's calls, which the messages answer. ValueError where they have no place.
         """
         roles = tuple(message["role"] for message in messages)
-        try:
-            answers = self._answers_of(roles)
-        except ValueError:  # it may take one alone
-            messages = [{**messages[0], "content": plain_text(messages)}]
-            answers, made = self._answers_of(roles[:1]), made[:1]
-        if not (text := answers(messages, made)):
+        if (way := self._way_of(roles)) is None:  # it may take one alone
+            messages, made = [{**messages[0], "content": plain_text(messages)}], made[:1]
+            way = self._way_of(roles[:1])
+        if not (text := way(messages, made) if way else ""):
             raise ValueError(f"takes no such conversation: {messages!r:.200}")
         return text[text.index(end) + len(end) :] if text.lstrip().startswith(end) else text
 
-    def _answers_of(self, roles: tuple[str, ...]) -> Callable:
-        """Finds the way in which messages of these roles are there; ValueError for none."""
-        if roles in self._answers_by_roles:
-            return self._answers_by_roles[roles]
+    def _way(self, roles: tuple[str, ...]) -> Callable | None:
+        """Finds the way in which messages of these roles are there; None without one."""
         ways = [self._behind_text, self._as_user]  # a user's is what most templates take
         if set(roles) == {"tool"}:
             ways[1:] = [self._behind_calls, *[self._as_user] * (not self.shows_tools)]
         messages = [{"role": role, "name": CALL["name"], "content": SAID} for role in roles]
-        for way in ways:
-            text = way(messages, [CALL] * len(roles))
-            if text.count(SAID) == len(roles):
-                self._answers_by_roles[roles] = way
-                return way
-        raise ValueError(f"has no place for an answer of {', '.join(roles)}: {ADVICE}")
+        made = [CALL] * len(roles)
+        fit = (way for way in ways if way(messages, made).count(SAID) == len(roles))
+        return next(fit, None)
 
     def _behind_text(self, messages: Sequence[Message], made) -> str:
         turn = {"role": "assistant", "content": ANSWER}
