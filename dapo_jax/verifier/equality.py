@@ -31,8 +31,9 @@ def compare_exactly(one: Tree, other: Tree, how: str) -> bool:
     if one[0] == other[0] == "number" and how in ("equal", "checked"):
         return one[1] == other[1] or _is_rounded(one, other) or _is_rounded(other, one)
     spelled = [it[1] for it in (one, other) if it[0] == "formula" and it[1].isalpha()]
-    if how == "equal" and len(spelled) == 2 and max(map(len, spelled)) != 2:
-        return False  # two letters, or what may be words: bad is no dab
+    is_word = len(spelled) == 2 and (max(map(len, spelled)) != 2 or {*spelled[0]} <= {*"ivx"})
+    if how == "equal" and is_word:
+        return False  # two letters, or what may be words: bad is no dab, and iv no vi
     raise AlgebraNeededError
 
 
