@@ -104,8 +104,8 @@ def _measures(one: Tree, other: Tree, compare: Compare) -> bool:
 
     An angle without its sign is one of degrees if it is a number, else of radians.
     """
-    values = [it if it[0] != "measure" else it[1] for it in (one, other)]
-    units = [it[2] if it[0] == "measure" else "" for it in (one, other)]
+    values = [it[1] if it[0] == "measure" else it for it in (one, other)]
+    units = [_unit(one), _unit(other)]
     if any(it[0] not in FORMULA for it in values):
         return False
     plain = values[units.index("")] if "" in units else None
@@ -137,16 +137,17 @@ def _collections(one: Tree, other: Tree, compare: Compare) -> bool:
     names = [{it[1] if it[0] == "=" else "" for it in side} for side in (items, its_items)]
     if (one[0] != other[0] and not are_values) or (names[0] != names[1] and len(names[1]) > 1):
         return False
-    # Of several units none may be left out.
-    units = [[it[2] if it[0] == "measure" else "" for it in side] for side in (items, its_items)]
-    if max(len({*units[0]}), len({*units[1]})) < 2:
-        return _matched(items, its_items, compare)
-    parts = [
-        [[it for it, its_unit in zip(*side, strict=True) if its_unit == unit] for side in sides]
-        for sides in [list(zip((items, its_items), units, strict=True))]
-        for unit in {*units[0], *units[1]}
-    ]
-    return all(_matched(*part, compare) for part in parts)
+    # Of several units none may be left out: a number without one has a unit of its own.
+    if max(len({*map(_unit, side)}) for side in (items, its_items)) > 1:
+        items, its_items = (
+            [("measure", it, "none") if it[0] in FORMULA else it for it in side]
+            for side in (items, its_items)
+        )
+    return _matched(items, its_items, compare)
+
+
+def _unit(tree: Tree) -> str:
+    return tree[2] if tree[0] == "measure" else ""
 
 
 def _matched(items: Sequence[Tree], its_items: Sequence[Tree], compare: Compare) -> bool:
@@ -160,8 +161,8 @@ def _matched(items: Sequence[Tree], its_items: Sequence[Tree], compare: Compare)
 
 
 def _in_order(items: Sequence[Tree], its_items: Sequence[Tree], compare: Compare) -> bool:
-    pairs = zip(items, its_items, strict=False)
-    return len(items) == len(its_items) and all(equal(*pair, compare) for pair in pairs)
+    pairs = itertools.zip_longest(items, its_items, fillvalue=("text",))
+    return all(equal(*pair, compare) for pair in pairs)
 
 
 def _maps(one: Tree, other: Tree, compare: Compare) -> bool:
