@@ -15,7 +15,6 @@ from dapo_jax.verifier.units import compatible
 # "positive" one, or "checked": equal, or of other letters.
 Compare = Callable[[Tree, Tree, str], bool]
 FORMULA = ("number", "formula", "-", "*")
-ORDERED = ("tuple", "matrix", "builder", r"\setminus", "[]", "[)", "(]", "()", "[")
 DEGREE, PERCENT, MINUS = ("formula", "1°"), ("number", Fraction(1, 100)), ("number", Fraction(-1))
 INFINITY = ("formula", r"\infty")
 
@@ -54,11 +53,11 @@ def equal(one: Tree, other: Tree, compare: Compare) -> bool:
             return rule(one, other, compare)
     if kinds <= {*FORMULA}:
         return compare(one, other, "equal")
-    if len(kinds) == 1 and kind in (*ORDERED, r"\cup", r"\cap"):
-        rule = _in_order if kind in ORDERED else _matched
-        return rule(one[1:], other[1:], compare)
-    if len(kinds) == 1 and kind in (r"\ne", r"\equiv"):
-        return _relations(one, other, compare)
+    if kinds == {"matrix", "tuple"}:  # of one column
+        column = [("tuple", it) for it in (one if kind == "tuple" else other)[1:]]
+        return _in_order(column, (other if kind == "tuple" else one)[1:], compare)
+    if len(kinds) == 1 and kind in _RULES:
+        return _RULES[kind](one[1:], other[1:], compare)
     if kinds <= {"list", "or", "set"} and _collections(one, other, compare):
         return True
     if kinds == {"<"} and one[1] == other[1]:
@@ -183,13 +182,20 @@ def _maps(one: Tree, other: Tree, compare: Compare) -> bool:
     return is_known and plain[0] in ("list", "tuple") and _in_order(plain[1:], values, compare)
 
 
-def _relations(one: Tree, other: Tree, compare: Compare) -> bool:
-    if one[0] == r"\ne":
-        return compare(("-", *one[1:]), ("-", *other[1:]), "multiple")
-    (name, rest, modulus), (its_name, its_rest, its_modulus) = one[1:], other[1:]
+def _unequal(sides: Sequence[Tree], its_sides: Sequence[Tree], compare: Compare) -> bool:
+    return compare(("-", *sides), ("-", *its_sides), "multiple")
+
+
+def _congruent(sides: Sequence[Tree], its_sides: Sequence[Tree], compare: Compare) -> bool:
+    (name, rest, modulus), (_, its_rest, _) = sides, its_sides
     if {rest[0], its_rest[0], modulus[0]} == {"number"} and modulus[1]:
         rest = its_rest if (rest[1] - its_rest[1]) % modulus[1] == 0 else rest
-    return _in_order((name, rest, modulus), (its_name, its_rest, its_modulus), compare)
+    return _in_order((name, rest, modulus), its_sides, compare)
+
+
+ORDERED = ("tuple", "matrix", "builder", r"\setminus", "[]", "[)", "(]", "()", "[")
+_RULES = dict.fromkeys(ORDERED, _in_order) | {r"\cup": _matched, r"\cap": _matched}
+_RULES |= {r"\ne": _unequal, r"\equiv": _congruent}
 
 
 def _region(tree: Tree) -> tuple[str, Tree | None]:

@@ -34,8 +34,8 @@ _JOINTS = ((";",), ("or", r"\lor"), (",", "and", "&"))
 _RELATIONS = {"<=": r"\le", ">=": r"\ge", "!=": r"\ne"}
 _RELATIONS |= {it: it for it in ("=", "<", ">", r"\le", r"\ge", r"\ne", r"\in", r"\equiv")}
 _TURNED = {">": "<", r"\ge": r"\le"}
-# Numbers with signs between them that are no difference: scores, ranges of years, dates.
-_SHAPE = re.compile(r"\d+(?:-\d+)+|\d+(?:/\d+){2,}")
+# What is neither a difference nor a product: scores, ranges of years, dates, ordinals.
+_SHAPE = re.compile(r"\d+(?:-\d+)+|\d+(?:/\d+){2,}|\d*(?:1st|2nd|3rd|\dth)")
 # What is before "=" and only names a value: x, a_1, f(2), AB, m+n.
 _INDEX = r"(?:_(?:\w|\{[^{}]*\}))?"
 _GREEK = rf"\\(?!(?:{'|'.join(FUNCTIONS)}|infty|pi)\b)[a-zA-Z]+"
@@ -110,6 +110,10 @@ def _joined(kind: str, items: list[Tree]) -> Tree:
     inner = {it[0] for part in items if part[0] == "list" for it in part[1:]}
     if kind == "or" and not inner & {"=", "map"}:
         items = [it for part in items for it in (part[1:] if part[0] == "list" else [part])]
+    if kind == "list" and [it[0] for it in items] == ["<", "<"]:  # x < 5 and 3 < x are a chain
+        for (_, signs, *sides), (_, more, *rest) in (items, items[::-1]):
+            if sides[-1] == rest[0]:
+                return "<", (*signs, *more), *sides, *rest[1:]
     for place, item in enumerate(items[1:], start=1):  # x = 1, 2 and (x, y) = (1, 2), (3, 4)
         before = items[place - 1]
         if before[0] == "=" and item[0] in ("number", "formula", "tuple"):
@@ -164,6 +168,9 @@ def _item(found: Sequence[Token]) -> Tree:
     if {*relations} == {"="}:
         if sides[0][0] == sides[-1][0] == "tuple" and len(sides[0]) == len(sides[-1]):
             return _map([joined(it) for it in split(parts[0][1:-1], ",")[0]], sides[-1][1:])
+        names = [joined(it) for it in parts[:-1]]
+        if len(names) > 1 and all(len(it) == 1 and it.islower() for it in names):  # x = y = 2
+            return _map(names, sides[-1:] * len(names))
         return "=", _name(parts[0]), *sides
     if {*relations} <= {*_TURNED}:
         sides, relations = sides[::-1], [_TURNED[it] for it in reversed(relations)]
@@ -215,7 +222,7 @@ def _bracketed(found: Sequence[Token]) -> Tree | None:
     sides = [*map(_side, split(inner, ",;")[0])]
     if ("text", "") in sides:
         return None
-    if brackets == "()" and len(sides) == 1:
+    if len(sides) == 1 and (brackets == "()" or sides[0][0] == "matrix"):
         return sides[0]
     if brackets in ("()", r"\langle\rangle"):
         return "tuple", *sides

@@ -36,6 +36,7 @@ _TRANSLATED = str.maketrans(
     | {chr(0xFF10 + digit): str(digit) for digit in range(10)}
 )
 _RAISED = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
+
 _REWRITTEN = (
     (re.compile("[⁻⁰¹²³⁴-⁹]+"), lambda it: f"^{{{it[0].translate(_RAISED)}}}"),
     (re.compile(r"(?<=[\d)])\*\*(?=[-(\d])"), "^"),
@@ -46,6 +47,12 @@ _REWRITTEN = (
     (re.compile(r"\.{2,}"), r"\\dots "),
     (re.compile(r"\b([AaPp])\.\s?[Mm]\b\.?"), r"\1m"),
     (re.compile(r"\(\s*(?:\\text\{\s*)?\\?b?mod\b\s*\}?([^()]*)\)"), r"\\pmod{\1}"),
+    (re.compile(r"(?<=[^\\\w])mod(?=[ }]*\d)"), r"\\pmod "),
+    (re.compile(r"\{([^{}]*)\\choose\b([^{}]*)\}"), r"\\binom{\1}{\2}"),
+    (re.compile(r"\{([^{}]*)\\over\b([^{}]*)\}"), r"\\frac{\1}{\2}"),
+    (re.compile(r"(\d\.)\((\d+)\)"), r"\1\\overline{\2}"),
+    (re.compile(r"\(([0-9A-F]+)\)(?=_)"), r"\1"),
+    (re.compile(r"(begin|end)\{array\}(?:\{[clr| ]*\})?"), r"\1{matrix}"),
     (re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\circ"), "°"),
     (
         re.compile(r"°\s*(?:\\(?:text|mathrm)\s*\{\s*)?([CF])(?![a-zA-Z])\}?"),
