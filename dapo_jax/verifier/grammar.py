@@ -235,6 +235,7 @@ def _bracketed(found: Sequence[Token]) -> Tree | None:
 
 
 def _literal(text: str) -> Fraction:
+    """Reads one token: 1,000.5, .5e-3, 0.1\\overline{6}."""
     whole, digits, again, power = _LITERAL.fullmatch(re.sub("[ ,]", "", text)).groups()
     value = Fraction(int(f"{whole}{digits}"), 10 ** len(digits))
     if again:
@@ -269,17 +270,12 @@ def _measures(found: Sequence[Token]) -> Tree | None:
     """Reads a number or formula with its unit, or several; None for anything else."""
     measures, place = [], 0
     while place < len(found):
-        money = found[place].text in MONEY
-        begin = place + money
-        unit, end = None, begin
+        begin = place + (found[place].text in MONEY)
         for middle in range(begin + 1, len(found) + 1):
-            first = found[middle] if middle < len(found) else None
-            if first and first.kind != "letters" and first.text not in (*SIGNS, "/"):
-                continue
             unit, end = _unit(found, middle, found[place:begin])
             if unit is not None:
                 break
-        if unit is None:
+        else:
             return None
         value = _side(found[begin:middle])
         texts = {it.text.removeprefix("\\") for it in found[begin:middle]}
@@ -301,11 +297,10 @@ def _unit(found: Sequence[Token], begin: int, money: Sequence[Token]) -> tuple[s
     words, is_behind = found[begin:end], found[begin - 1].kind == "number"
     first = words[0] if words else Token("end", "")
     if first.kind == "letters":
-        is_long = len(first.text) > 1
-        is_apart = first.spaced or (is_behind and is_long)
-        is_unit = first.styled or (is_apart and (is_behind or is_long))
+        # A factor has at most one of these marks: xy, 2x.
+        is_unit = first.styled or first.spaced + is_behind + (len(first.text) > 1) > 1
     elif first.text in SIGNS:
         is_unit = is_behind or first.text != "'"
     else:
-        is_unit = bool(money) and first.text in ("", "/")
+        is_unit = bool(money) and (begin == len(found) or first.text == "/")
     return unit_of([it.text for it in (*money, *words)]) if is_unit else None, end

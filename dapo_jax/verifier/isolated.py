@@ -14,7 +14,6 @@ For the algebra of answers, and the scorers of other packages:
 
 import contextlib
 import gc
-import json
 import logging
 import multiprocessing
 import multiprocessing.connection
@@ -38,12 +37,7 @@ START_SECONDS = 120.0
 SILENCE_SECONDS = 12.0  # no busy host makes a second of CPU time so long
 _MEMORY_EXIT = 3
 # multiprocessing's own "spawn" would import the main module, and JAX with it, in every worker.
-_PROGRAM = """
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
-from dapo_jax.verifier import isolated
-isolated.serve(*sys.argv[2:])
-"""
+_PROGRAM = "import sys; from dapo_jax.verifier.isolated import serve; serve(*sys.argv[1:])"
 
 
 class Reply(NamedTuple):
@@ -58,16 +52,17 @@ class Worker:
 
     def __init__(self, entry: str) -> None:
         self._connection, far_end = multiprocessing.Pipe()
-        paths = json.dumps([str(place) for place in sys.path])
+        paths = os.pathsep.join(map(str, sys.path))
         with far_end:
             pipe = far_end.fileno()
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-W", "ignore", "-c", _PROGRAM, paths, entry, str(pipe)],
+                [sys.executable, "-P", "-W", "ignore", "-c", _PROGRAM, entry, str(pipe)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[pipe],
                 process_group=0,  # killed with its child; Ctrl-C is the parent's to handle
-                env={**os.environ, "PYTHONHASHSEED": "0"},  # the order of sets reaches answers
+                # The order of sets reaches answers.
+                env={**os.environ, "PYTHONPATH": paths, "PYTHONHASHSEED": "0"},
             )
         self.is_ready = False
 
