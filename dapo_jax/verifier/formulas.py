@@ -33,12 +33,12 @@ _ACCENTS = frozenset(("vec", "bar", "hat", "overline", "dot", "tilde", "angle", 
 _OF_ANYTHING = frozenset((*"fghFGHPQ", r"\varphi", r"\phi", r"\psi", r"\Gamma", r"\tau", r"\sigma"))
 _CONSTANTS = {"e": sympy.E, "i": sympy.I, r"\pi": sympy.pi, "pi": sympy.pi, r"\infty": sympy.oo}
 _MARKS = {"°": sympy.pi / 180, "%": sympy.Rational(1, 100)}
-_CLOSED_BY = {"(": ")", "|": "|", "lfloor": r"\rfloor", "lceil": r"\rceil"}
-_APPLIED = {it: getattr(sympy, it.replace("arc", "a"), None) for it in FUNCTIONS} | {
-    **{"(": sympy.Add, "|": sympy.Abs, "lfloor": sympy.floor, "lceil": sympy.ceiling},
-    **{"!": sympy.factorial, "binom": sympy.binomial, "frac": lambda a, b: a / b},
-    **{"ln": sympy.log, "mod": sympy.Mod, "max": sympy.Max, "min": sympy.Min},
-}
+_CLOSED_BY = {"(": ")", "{": "}", "|": "|", "lfloor": r"\rfloor", "lceil": r"\rceil"}
+_APPLIED = {it: getattr(sympy, it.replace("arc", "a"), None) for it in FUNCTIONS}
+_APPLIED |= {"(": sympy.Add, "{": sympy.Add, "|": sympy.Abs, "lfloor": sympy.floor}
+_APPLIED |= {"lceil": sympy.ceiling, "binom": sympy.binomial, "frac": lambda a, b: a / b}
+_APPLIED |= {"!": sympy.factorial, "ln": sympy.log, "mod": sympy.Mod}
+_APPLIED |= {"max": sympy.Max, "min": sympy.Min}
 _SERIES = {"sum": sympy.Sum, "prod": sympy.Product, "int": sympy.Integral, "lim": sympy.limit}
 _SYMMETRIC = ("gcd", "lcm", "max", "min")
 
