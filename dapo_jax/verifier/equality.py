@@ -5,6 +5,7 @@ same, and `formulas` knows about the others.
 """
 
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
@@ -222,7 +223,10 @@ def _region(tree: Tree) -> tuple[str, Tree | None]:
         signs, sides = ("<", *signs), [("*", MINUS, INFINITY), *sides]
     elif len(sides) == 2:
         signs, sides = (*signs, "<"), [*sides, INFINITY]
-    if len(sides) != 3 or sides[1][0] != "formula" or not is_name(sides[1][1]):
+    if len(sides) != 3 or sides[1][0] != "formula":
         return "", None
-    ends = "(["[signs[0] != "<"] + ")]"[signs[1] != "<"]
-    return sides[1][1], (ends, sides[0], sides[2])
+    (low, (_, name), high), ends = sides, "(["[signs[0] != "<"] + ")]"[signs[1] != "<"]
+    if shifted := re.fullmatch(r"([a-z])([+-]\d+)", name):  # -2 < x-1 < 2
+        name, shift = shifted[1], ("number", Fraction(shifted[2]))
+        low, high = ("-", low, shift), ("-", high, shift)
+    return (name, (ends, low, high)) if is_name(name) else ("", None)
