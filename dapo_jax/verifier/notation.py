@@ -44,6 +44,7 @@ _REWRITTEN = (
     # Separators of thousands that nothing else can be.
     (re.compile(r"(?<=\d)(?:\{,\}|,?\\! ?|\\,|')(?=\d{3}(?!\d))|\\!"), ""),
     (re.compile(r"\\not\s*="), r"\\ne "),
+    (re.compile(r"\\mathbb\s*\{?\s*([A-Z])\s*\}?"), r"\\mathbb{\1}"),
     (re.compile(r"\.{2,}"), r"\\dots "),
     (re.compile(r"\b([AaPp])\.\s?[Mm]\b\.?"), r"\1m"),
     (re.compile(r"\(\s*(?:\\text\{\s*)?\\?b?mod\b\s*\}?([^()]*)\)"), r"\\pmod{\1}"),
@@ -84,10 +85,9 @@ _OUTSIDE, _INSIDE = (
         r"|limits|displaystyle|textstyle|large|rm)(?![a-zA-Z]))+)"
         r"|(?P<style>\\(?:boxed|fbox|mathbf|boldsymbol|textbf|bm|mathit|textit|emph)\s*\{)"
         r"|(?P<styled>\\(?:text(?:rm|normal)?|math(?:rm|sf)|mbox|operatorname\*?)\s*\{)"
-        r"|(?P<field>\\mathbb\s*\{?\s*[A-Z]\s*\}?)"
         r"|(?P<number>[0-9]*\.[0-9]*\s*\\(?:overline|bar|dot)\s*\{?[0-9]+\}?"
         rf"|{_NUMBER % thousands})"
-        r"|(?P<command>\\[a-zA-Z]+|\\.)|(?P<letters>[^\W\d_]+)|(?P<sign><=|>=|(?<![\d)])!=|.)"
+        r"|(?P<command>\\mathbb\{[A-Z]\}|\\[a-zA-Z]+|\\.)|(?P<letters>[^\W\d_]+)|(?P<sign><=|>=|(?<![\d)])!=|.)"
     )
     for thousands in (_THOUSANDS, "")
 )
@@ -114,19 +114,11 @@ def tokens(text: str) -> list[Token]:
             spaced |= kind == "space" or is_end
             continue
         depth += (word in ("(", "[", r"\{")) - (word in (")", "]", r"\}"))
-        if kind == "field":
-            word = rf"\mathbb{{{word.rstrip('} ')[-1]}}}"
-        is_script = word == "}" and len(found) > 2 and found[-2].text == "{"
-        if (
-            is_script
-            and found[-3].text in "^_"
-            and (len(found[-1].text) == 1 or found[-1].kind != "letters")
-        ):
+        is_script = word == "}" and [it.text for it in found[-3:-1]] in (["^", "{"], ["_", "{"])
+        if is_script and (len(found[-1].text) == 1 or found[-1].kind != "letters"):
             del found[-2]  # x^{2} is x^2
             continue
-        found.append(
-            Token("command" if kind == "field" else kind, word, spaced, "styled" in styles)
-        )
+        found.append(Token(kind, word, spaced, "styled" in styles))
         spaced = False
     is_open = {"style", "styled"} & {*styles}  # \boxed{42 is no number
     return _trimmed([*found, Token("sign", "?")] if is_open else found)
