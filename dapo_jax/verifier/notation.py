@@ -49,10 +49,10 @@ _REWRITTEN = (
     (re.compile(r"\b([AaPp])\.\s?[Mm]\b\.?"), r"\1m"),
     (re.compile(r"\(\s*(?:\\text\{\s*)?\\?b?mod\b\s*\}?([^()]*)\)"), r"\\pmod{\1}"),
     (re.compile(r"(?<=[^\\\w])mod(?=[ }]*\d)"), r"\\pmod "),
-    (re.compile(r"\{([^{}]*)\\choose\b([^{}]*)\}"), r"\\binom{\1}{\2}"),
-    (re.compile(r"\{([^{}]*)\\over\b([^{}]*)\}"), r"\\frac{\1}{\2}"),
+    (re.compile(r"(?<!\\)\{([^{}]*)\\choose\b([^{}]*)\}"), r"\\binom{\1}{\2}"),
+    (re.compile(r"(?<!\\)\{([^{}]*)\\over\b([^{}]*)\}"), r"\\frac{\1}{\2}"),
     (re.compile(r"(\d\.)\((\d+)\)"), r"\1\\overline{\2}"),
-    (re.compile(r"\(([0-9A-F]+)\)(?=_)"), r"\1"),
+    (re.compile(r"(?<!\w)\((\d[\dA-F]*)\)(?=_)"), r"\1"),
     (re.compile(r"(begin|end)\{array\}(?:\{[clr| ]*\})?"), r"\1{matrix}"),
     (re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\circ"), "°"),
     (
