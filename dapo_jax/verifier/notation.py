@@ -99,7 +99,7 @@ def tokens(text: str) -> list[Token]:
     text = text if len(text) <= MAX_CHARS else ""
     if r"\begin" not in text:  # some data is escaped twice
         text = text.replace("\\\\", "\\")
-    for pattern, new in _REWRITTEN:
+    for pattern, new in () if text.strip().isdecimal() else _REWRITTEN:  # most are integers
         text = pattern.sub(new, text)
     found, styles, depth, place, spaced = [], [], 0, 0, False
     while place < len(text):
