@@ -31,6 +31,7 @@ _SIZES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "bil
 _SIZES |= {"trillion": 10**12}
 _LITERAL = re.compile(r"(\d*)\.?(\d*)(?:\s*\\[a-z]+\s*\{?(\d+)\}?)?(?:[eE]([+-]?\d+))?")
 _JOINTS = ((";",), ("or", r"\lor"), (",", "and", "&"))
+_VALUES = ("number", "formula")  # of a measure
 _RELATIONS = {"<=": r"\le", ">=": r"\ge", "!=": r"\ne"}
 _RELATIONS |= {it: it for it in ("=", "<", ">", r"\le", r"\ge", r"\ne", r"\in", r"\equiv")}
 _TURNED = {">": "<", r"\ge": r"\le"}
@@ -277,10 +278,10 @@ def _measures(found: Sequence[Token]) -> Tree | None:
                 break
         else:
             return None
-        value = _side(found[begin:middle])
         texts = {it.text.removeprefix("\\") for it in found[begin:middle]}
         is_angle = unit == "°" and texts & FUNCTIONS  # of a function: \sin 30°
-        if value[0] not in ("number", "formula") or texts & SIGNS or is_angle:
+        # In this order: one of 300 signs would be read again for each.
+        if is_angle or texts & SIGNS or (value := _side(found[begin:middle]))[0] not in _VALUES:
             return None
         measures.append(("measure", value, unit) if unit else value)
         place = end
