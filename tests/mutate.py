@@ -194,8 +194,8 @@ unit_unread dapo_jax/verifier/equality.py answers
 - return compatible(*units) and equal(*values, compare)
 + return equal(*values, compare)
 order_unread dapo_jax/verifier/equality.py answers
-- return len(items) == len(its_items) and all(
-+ return len(items) == len(its_items) and any(
+- return all(equal(*pair, compare) for pair in pairs)
++ return any(equal(*pair, compare) for pair in pairs)
 sign_of_ratio dapo_jax/verifier/formulas.py answers
 - bool(how == "multiple" or ratios[0] > 0)
 + bool(how)

@@ -250,7 +250,7 @@ def test_a_worker_that_is_stopped_is_replaced(monkeypatch):
 
 def test_a_pool_that_cannot_start_says_so(monkeypatch):
     monkeypatch.setattr(isolated, "_PROGRAM", "import sys; sys.exit(7)")
-    monkeypatch.setattr(isolated, "STARTS", 2)
+    monkeypatch.setattr(isolated, "TRIES", 2)
     message = r"2 workers of .* in a row were never"
     with SymbolicVerifier(1) as verifier, pytest.raises(ChildProcessError, match=message):
         verifier.verify_many(["Answer: 2^1"], ["2"])

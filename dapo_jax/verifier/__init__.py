@@ -13,8 +13,10 @@ import functools
 from collections.abc import Sequence
 
 from dapo_jax.types import Verdict
+from dapo_jax.verifier import isolated
 from dapo_jax.verifier.finding import find_answer
 from dapo_jax.verifier.grammar import read
+from dapo_jax.verifier.library_rules import LibraryVerifier
 from dapo_jax.verifier.math_rules import (
     MAX_GROUND_TRUTH_CHARS,
     grade_box,
@@ -22,9 +24,11 @@ from dapo_jax.verifier.math_rules import (
     grade_strict,
     refuse,
 )
+from dapo_jax.verifier.symbolic_rules import SymbolicVerifier
 
 _GRADERS = {"dapo": grade_dapo, "strict": grade_strict, "strict_box": grade_box}
-RULES = (*_GRADERS, "symbolic", "math_verify")
+_IN_PROCESSES = {"symbolic": SymbolicVerifier, "math_verify": LibraryVerifier}
+RULES = (*_GRADERS, *_IN_PROCESSES)
 _LINE, _BOX = "Answer: %s", r"\boxed{%s}"
 
 
@@ -47,16 +51,16 @@ def verify_many(
     """
     if rules not in RULES:
         raise ValueError(f"verifier.rules is {rules!r}; it must be one of {', '.join(RULES)}")
-    if rules == "symbolic":
-        from dapo_jax.verifier.symbolic_rules import default_verifier
-
-        return default_verifier().verify_many(responses, ground_truths)
-    if rules == "math_verify":
-        from dapo_jax.verifier import library_rules
-
-        return library_rules.verify_many(responses, ground_truths)
+    if rules in _IN_PROCESSES:
+        return _workers(rules).verify_many(responses, ground_truths)
     pairs = zip(responses, ground_truths, strict=True)
     return [refuse(*pair) or _GRADERS[rules](*pair) for pair in pairs]
+
+
+@functools.cache
+def _workers(rules: str) -> SymbolicVerifier:
+    """Starts the pool that this process shares, one worker a core, at the first call."""
+    return _IN_PROCESSES[rules](isolated.one_a_core())
 
 
 def equal_answers(pairs: Sequence[tuple[str, str]], *, rules: str) -> list[bool]:
@@ -93,7 +97,7 @@ def check_ground_truth(truth: str, *, rules: str) -> None:
 def _matches_itself(truth: str, rules: str) -> bool:
     if not any(character.isprintable() and not character.isspace() for character in truth):
         return False  # a zero-width space equals itself, but nobody means it
-    if rules in ("symbolic", "math_verify"):  # without the workers of `equal_answers`
+    if rules in _IN_PROCESSES:  # without the workers of `equal_answers`
         return len(truth) <= MAX_GROUND_TRUTH_CHARS and any(
             read(find_answer(form % truth) or "") == read(truth) != read("")
             for form in (_LINE, _BOX)

@@ -5,6 +5,7 @@ same, and `formulas` knows about the others.
 """
 
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
@@ -15,7 +16,6 @@ from dapo_jax.verifier.units import compatible
 # "positive" one, or "checked": equal, or of other letters.
 Compare = Callable[[Tree, Tree, str], bool]
 FORMULA = ("number", "formula", "-", "*")
-ORDERED = ("tuple", "matrix", "builder", r"\setminus", "[]", "[)", "(]", "()", "[")
 DEGREE, PERCENT, MINUS = ("formula", "1°"), ("number", Fraction(1, 100)), ("number", Fraction(-1))
 INFINITY = ("formula", r"\infty")
 
@@ -31,8 +31,9 @@ def compare_exactly(one: Tree, other: Tree, how: str) -> bool:
     if one[0] == other[0] == "number" and how in ("equal", "checked"):
         return one[1] == other[1] or _is_rounded(one, other) or _is_rounded(other, one)
     spelled = [it[1] for it in (one, other) if it[0] == "formula" and it[1].isalpha()]
-    if how == "equal" and len(spelled) == 2 and max(map(len, spelled)) != 2:
-        return False  # two letters, or what may be words: bad is no dab
+    is_word = len(spelled) == 2 and (max(map(len, spelled)) != 2 or {*spelled[0]} <= {*"ivx"})
+    if how == "equal" and is_word:
+        return False  # two letters, or what may be words: bad is no dab, and iv no vi
     raise AlgebraNeededError
 
 
@@ -53,11 +54,11 @@ def equal(one: Tree, other: Tree, compare: Compare) -> bool:
             return rule(one, other, compare)
     if kinds <= {*FORMULA}:
         return compare(one, other, "equal")
-    if len(kinds) == 1 and kind in (*ORDERED, r"\cup", r"\cap"):
-        rule = _in_order if kind in ORDERED else _matched
-        return rule(one[1:], other[1:], compare)
-    if len(kinds) == 1 and kind in (r"\ne", r"\equiv"):
-        return _relations(one, other, compare)
+    if kinds == {"matrix", "tuple"}:  # of one column
+        column = [("tuple", it) for it in (one if kind == "tuple" else other)[1:]]
+        return _in_order(column, (other if kind == "tuple" else one)[1:], compare)
+    if len(kinds) == 1 and kind in _RULES:
+        return _RULES[kind](one[1:], other[1:], compare)
     if kinds <= {"list", "or", "set"} and _collections(one, other, compare):
         return True
     if kinds == {"<"} and one[1] == other[1]:
@@ -103,8 +104,8 @@ def _measures(one: Tree, other: Tree, compare: Compare) -> bool:
 
     An angle without its sign is one of degrees if it is a number, else of radians.
     """
-    values = [it if it[0] != "measure" else it[1] for it in (one, other)]
-    units = [it[2] if it[0] == "measure" else "" for it in (one, other)]
+    values = [it[1] if it[0] == "measure" else it for it in (one, other)]
+    units = [_unit(one), _unit(other)]
     if any(it[0] not in FORMULA for it in values):
         return False
     plain = values[units.index("")] if "" in units else None
@@ -136,16 +137,17 @@ def _collections(one: Tree, other: Tree, compare: Compare) -> bool:
     names = [{it[1] if it[0] == "=" else "" for it in side} for side in (items, its_items)]
     if (one[0] != other[0] and not are_values) or (names[0] != names[1] and len(names[1]) > 1):
         return False
-    # Of several units none may be left out.
-    units = [[it[2] if it[0] == "measure" else "" for it in side] for side in (items, its_items)]
-    if max(len({*units[0]}), len({*units[1]})) < 2:
-        return _matched(items, its_items, compare)
-    parts = [
-        [[it for it, its_unit in zip(*side, strict=True) if its_unit == unit] for side in sides]
-        for sides in [list(zip((items, its_items), units, strict=True))]
-        for unit in {*units[0], *units[1]}
-    ]
-    return all(_matched(*part, compare) for part in parts)
+    # Of several units none may be left out: a number without one has a unit of its own.
+    if max(len({*map(_unit, side)}) for side in (items, its_items)) > 1:
+        items, its_items = (
+            [("measure", it, "none") if it[0] in FORMULA else it for it in side]
+            for side in (items, its_items)
+        )
+    return _matched(items, its_items, compare)
+
+
+def _unit(tree: Tree) -> str:
+    return tree[2] if tree[0] == "measure" else ""
 
 
 def _matched(items: Sequence[Tree], its_items: Sequence[Tree], compare: Compare) -> bool:
@@ -159,8 +161,8 @@ def _matched(items: Sequence[Tree], its_items: Sequence[Tree], compare: Compare)
 
 
 def _in_order(items: Sequence[Tree], its_items: Sequence[Tree], compare: Compare) -> bool:
-    pairs = zip(items, its_items, strict=False)
-    return len(items) == len(its_items) and all(equal(*pair, compare) for pair in pairs)
+    pairs = itertools.zip_longest(items, its_items, fillvalue=("text",))
+    return all(equal(*pair, compare) for pair in pairs)
 
 
 def _maps(one: Tree, other: Tree, compare: Compare) -> bool:
@@ -181,13 +183,20 @@ def _maps(one: Tree, other: Tree, compare: Compare) -> bool:
     return is_known and plain[0] in ("list", "tuple") and _in_order(plain[1:], values, compare)
 
 
-def _relations(one: Tree, other: Tree, compare: Compare) -> bool:
-    if one[0] == r"\ne":
-        return compare(("-", *one[1:]), ("-", *other[1:]), "multiple")
-    (name, rest, modulus), (its_name, its_rest, its_modulus) = one[1:], other[1:]
+def _unequal(sides: Sequence[Tree], its_sides: Sequence[Tree], compare: Compare) -> bool:
+    return compare(("-", *sides), ("-", *its_sides), "multiple")
+
+
+def _congruent(sides: Sequence[Tree], its_sides: Sequence[Tree], compare: Compare) -> bool:
+    (name, rest, modulus), (_, its_rest, _) = sides, its_sides
     if {rest[0], its_rest[0], modulus[0]} == {"number"} and modulus[1]:
         rest = its_rest if (rest[1] - its_rest[1]) % modulus[1] == 0 else rest
-    return _in_order((name, rest, modulus), (its_name, its_rest, its_modulus), compare)
+    return _in_order((name, rest, modulus), its_sides, compare)
+
+
+ORDERED = ("tuple", "matrix", "builder", r"\setminus", "[]", "[)", "(]", "()", "[")
+_RULES = dict.fromkeys(ORDERED, _in_order) | {r"\cup": _matched, r"\cap": _matched}
+_RULES |= {r"\ne": _unequal, r"\equiv": _congruent}
 
 
 def _region(tree: Tree) -> tuple[str, Tree | None]:
@@ -214,7 +223,10 @@ def _region(tree: Tree) -> tuple[str, Tree | None]:
         signs, sides = ("<", *signs), [("*", MINUS, INFINITY), *sides]
     elif len(sides) == 2:
         signs, sides = (*signs, "<"), [*sides, INFINITY]
-    if len(sides) != 3 or sides[1][0] != "formula" or not is_name(sides[1][1]):
+    if len(sides) != 3 or sides[1][0] != "formula":
         return "", None
-    ends = "(["[signs[0] != "<"] + ")]"[signs[1] != "<"]
-    return sides[1][1], (ends, sides[0], sides[2])
+    (low, (_, name), high), ends = sides, "(["[signs[0] != "<"] + ")]"[signs[1] != "<"]
+    if shifted := re.fullmatch(r"([a-z])([+-]\d+)", name):  # -2 < x-1 < 2
+        name, shift = shifted[1], ("number", Fraction(shifted[2]))
+        low, high = ("-", low, shift), ("-", high, shift)
+    return (name, (ends, low, high)) if is_name(name) else ("", None)

@@ -84,12 +84,9 @@ def last_answer(response: str) -> str | None:
 
 def last_box(text: str) -> str | None:
     r"""Returns what the last `\boxed{...}` holds; None where there is none, or it does not end."""
-    start = text.rfind(r"\boxed{")
-    if start < 0:
-        return None
-    opening = start + len(r"\boxed")
-    closing = closing_brace(text, opening)
-    return None if closing is None else text[opening + 1 : closing]
+    _, box, inside = text.rpartition(r"\boxed{")
+    end = closing_brace(box + inside, len(box) - 1) if box else None
+    return None if end is None else inside[: end - len(box)]
 
 
 def closing_brace(text: str, opening: int) -> int | None:

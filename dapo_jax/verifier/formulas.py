@@ -10,14 +10,14 @@ What has two readings, as 1/2x, is not read.
 
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import sympy
+from sympy.core.alphabets import greeks
 
 from dapo_jax.verifier.grammar import FUNCTIONS, Tree, number, split
 from dapo_jax.verifier.notation import Token, closing, joined, tokens
 
-MAX_NESTING = 25
 MAX_BITS = 1 << 17  # of a power of numbers
 MAX_EXPONENTS = 100, 10_000  # of a sum, of anything else
 MAX_TERMS = 1_000  # of factorials, binomials and series
@@ -26,23 +26,20 @@ DIGITS = 1_000  # of a value
 POINTS = ((1, 10), (1, 100), (1, 2), (1, 40), *((-1, it) for it in (10, 20, 30, 50, 100, 5_000)))
 ENOUGH = 3  # points where both are real
 
-_GREEK = (
-    "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta kappa lambda mu nu xi rho "
-    "sigma tau upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega"
-)
-_NAMES = frozenset((*_GREEK.split(), "ell", "hbar", "emptyset"))
+_OTHER_NAMES = "lambda varepsilon vartheta varphi ell hbar emptyset"
+_NAMES = frozenset((*greeks, *map(str.capitalize, greeks), *_OTHER_NAMES.split()))
 _ACCENTS = frozenset(("vec", "bar", "hat", "overline", "dot", "tilde", "angle", "triangle"))
 # Before a bracket these are functions; n(n+1) is a product.
 _OF_ANYTHING = frozenset((*"fghFGHPQ", r"\varphi", r"\phi", r"\psi", r"\Gamma", r"\tau", r"\sigma"))
 _CONSTANTS = {"e": sympy.E, "i": sympy.I, r"\pi": sympy.pi, "pi": sympy.pi, r"\infty": sympy.oo}
 _MARKS = {"°": sympy.pi / 180, "%": sympy.Rational(1, 100)}
-_KNOWN = {it: it.replace("arc", "a") for it in FUNCTIONS} | {
-    "ln": "log",
-    "max": "Max",
-    "min": "Min",
-}
-_KNOWN |= {"!": "factorial", "mod": "Mod", "binom": "binomial", "lfloor": "floor"}
-_KNOWN |= {"lceil": "ceiling", "sum": "Sum", "prod": "Product", "int": "Integral"}
+_CLOSED_BY = {"(": ")", "{": "}", "|": "|", "lfloor": r"\rfloor", "lceil": r"\rceil"}
+_APPLIED = {it: getattr(sympy, it.replace("arc", "a"), None) for it in FUNCTIONS}
+_APPLIED |= {"(": sympy.Add, "{": sympy.Add, "|": sympy.Abs, "lfloor": sympy.floor}
+_APPLIED |= {"lceil": sympy.ceiling, "binom": sympy.binomial, "frac": lambda a, b: a / b}
+_APPLIED |= {"!": sympy.factorial, "ln": sympy.log, "mod": sympy.Mod}
+_APPLIED |= {"max": sympy.Max, "min": sympy.Min}
+_SERIES = {"sum": sympy.Sum, "prod": sympy.Product, "int": sympy.Integral, "lim": sympy.limit}
 _SYMMETRIC = ("gcd", "lcm", "max", "min")
 
 
@@ -61,15 +58,18 @@ class Formula:
     """
 
     def __init__(self, found: Sequence[Token], log=1, *, in_order: bool = False, bound=()) -> None:
-        self.found, self.place, self.log, self.in_order = [*found], 0, log, in_order
-        self.bound, self.letters, self.nesting, self.bars = {*bound}, set(), 0, 0
+        self.found = [*_letter_by_letter(found), Token("end", "")]
+        self.log, self.in_order, self.bound = log, in_order, {*bound}
+        self.place, self.bars, self.letters = 0, 0, set()
         self.value = self.sum()
-        if self.place < len(self.found):
+        if self.next.text:
             raise UnreadableError
+
+    # What comes next.
 
     @property
     def next(self) -> Token:
-        return self.found[self.place] if self.place < len(self.found) else Token("end", "")
+        return self.found[self.place]
 
     def at(self, *texts: str) -> bool:
         """Takes the next token if it is one of the texts."""
@@ -84,43 +84,58 @@ class Formula:
         self.place += 1
         return text
 
+    def sign(self) -> int:
+        is_minus = self.next.text == "-"
+        self.at("+", "-")
+        return -1 if is_minus else 1
+
+    def group(self) -> list[Token]:
+        """Takes the tokens in brackets, or one token."""
+        begin, end = self.place, closing(self.found, self.place)
+        if end >= len(self.found) - 1:
+            raise UnreadableError
+        self.place = end + 1
+        return self.found[begin + 1 : end] if end > begin else [self.found[begin]]
+
     def part(self, found: Sequence[Token]):
         """Reads other tokens."""
         inner = Formula(found, self.log, in_order=self.in_order, bound=self.bound)
         self.letters |= inner.letters
         return inner.value
 
+    def argument(self):
+        """Reads what a command takes: braces, or one atom."""
+        return self.part(self.group()) if self.next.text == "{" else self.atom()
+
+    def inside(self) -> list:
+        """Reads what brackets hold, with commas between."""
+        return [self.part(it) for it in split(self.group(), ",;")[0]]
+
+    # From sums down to atoms.
+
     def sum(self):
-        self.nesting += 1
-        if self.nesting > MAX_NESTING:
-            raise UnreadableError
-        sign = self.take() if self.next.text in ("+", "-") else "+"
-        value = self.term() if sign == "+" else -self.term()
+        value = self.sign() * self.term()
         while self.next.text in ("+", "-"):
-            value = value + self.term() if self.take() == "+" else value - self.term()
-        self.nesting -= 1
+            value += self.sign() * self.term()
         return value
 
     def term(self):
         value, is_divided = self.factor(), False
         while True:
-            if self.next.text == r"\times" and self.is_vector(-1) and self.is_vector(1):
+            around = [it.text for it in self.found[self.place - 1 : self.place + 2]]
+            if around[1] == r"\times" and all(map(_is_vector, around[::2])):
                 self.take()
                 value = self.symbol(f"{value} x {self.factor()}")
             elif self.at("*", r"\cdot", r"\times"):
-                value = value * (-self.factor() if self.at("-") else self.factor())
+                value *= self.sign() * self.factor()
             elif self.at("/"):
                 value, is_divided = value / self.factor(), True
             elif self.at(r"\bmod"):
-                value = self.call("mod", [value, self.factor()])
+                value = self.call("mod", value, self.factor())
             elif self.goes_on() and not is_divided:
-                value = value * self.factor()
+                value *= self.factor()
             else:
                 return value
-
-    def is_vector(self, step: int) -> bool:
-        text = self.found[min(self.place + step, len(self.found) - 1)].text
-        return text.isupper() or text in ("}", r"\vec")
 
     def goes_on(self, *but: str) -> bool:
         """Tells whether a factor follows."""
@@ -133,88 +148,62 @@ class Formula:
 
     def factor(self):
         value = self.atom()
-        while True:
-            if self.at("^"):
+        while (mark := self.next.text) in ("^", "!", *_MARKS):
+            self.take()
+            if mark == "^":
                 value = self.raised(value)
-            elif self.at("!"):
-                if self.next.text == "!":
-                    raise UnreadableError  # a double factorial
-                value = self.call("!", [value])
-            elif self.next.text in _MARKS:
-                value = value * _MARKS[self.take()]
             else:
-                return value
+                value = self.call("!", value) if mark == "!" else value * _MARKS[mark]
+            if self.next.text == mark:
+                raise UnreadableError  # n!! is no (n!)!, and x^y^z has two readings
+        return value
 
     def raised(self, value):
         """Reads an exponent: a power, or a mark such as the T of a transpose."""
-        self.spread()
         if self.at(r"\top", "*", r"\dagger") or (str(value).isupper() and self.at("T")):
             return self.symbol(f"{value}^{self.found[self.place - 1].text.replace('top', 'T')}")
-        exponent = -self.atom() if self.at("-") else self.argument()
+        exponent = self.sign() * self.argument()
         if exponent == -1 and str(value) in _OF_ANYTHING and self.next.text == "(":
             raise UnreadableError  # an inverse function
         return power(value, exponent)
-
-    def argument(self):
-        """Reads what a command takes: braces, or one atom."""
-        return self.part(self.script()) if self.next.text == "{" else self.atom()
-
-    def script(self) -> list[Token]:
-        """Takes the tokens in braces, or one token."""
-        begin, end = self.place, closing(self.found, self.place)
-        self.place = end + 1
-        inner = self.found[begin : end + 1]
-        return inner[1:-1] if inner and inner[0].text == "{" else inner
-
-    def inside(self) -> list:
-        """Reads what brackets hold, with commas between."""
-        end = closing(self.found, self.place)
-        parts = split(self.found[self.place + 1 : end], ",;")[0]
-        self.place = end + 1
-        return [self.part(it) for it in parts]
 
     def atom(self):
         begin, kind, text = self.place, self.next.kind, self.take()
         name = text.removeprefix("\\")
         if kind == "number":
-            is_mixed = self.next.text == r"\frac"
-            value = number(self.found[begin : begin + 8]) if is_mixed else None  # 2\frac{1}{2}
-            self.place += 7 * (value is not None)
-            value = number(self.found[begin : begin + 1]) if value is None else value
-            return sympy.Rational(value.numerator, value.denominator)
-        if name in ("frac", "binom", "sqrt", "lfloor", "lceil", "sum", "prod", "int", "lim"):
-            return self.structure(name)
+            is_mixed = self.next.text == r"\frac" and number(self.found[begin : begin + 8])
+            self.place += 7 if is_mixed else 0  # 2\frac{1}{2}
+            return sympy.Rational(number(self.found[begin : self.place]))
+        if name in _CLOSED_BY:
+            self.bars += name == "|"
+            value = self.sum()
+            self.take(_CLOSED_BY[name])
+            self.bars -= name == "|"
+            return self.call(name, value)
+        if name in ("frac", "binom"):
+            texts = "".join(it.text for it in self.found[self.place :][:9])
+            if re.match(r"\{d(?:\^\d)?\w?\}\{d\w(?:\^\d)?\}", texts):
+                raise UnreadableError
+            return self.call(name, self.argument(), self.argument())
+        if name == "sqrt":
+            degree = self.inside()[0] if self.next.text == "[" else sympy.Integer(2)
+            return power(self.argument(), 1 / degree)
+        if name in _SERIES:
+            return self.series(name)
         if name in FUNCTIONS:
             return self.function(name)
         if text in _CONSTANTS and text not in self.bound and self.next.text != "_":
             return _CONSTANTS[text]
-        if kind == "letters":
-            self.place = begin
-            self.spread()
-            return self.name(self.take())
-        if text in ("(", "|"):
-            self.bars += text == "|"
-            value = self.sum()
-            self.take(")" if text == "(" else "|")
-            self.bars -= text == "|"
-            return sympy.Abs(value) if text == "|" else value
         if name in _ACCENTS:
-            is_angle = name in ("angle", "triangle")
-            return self.name(f"{text} {self.take() if is_angle else joined(self.script())}")
-        if name in _NAMES or name.startswith("mathbb"):
+            return self.name(f"{text} {joined(self.group())}")
+        if kind == "letters" or name in _NAMES or name.startswith("mathbb"):
             return self.name(text)
         raise UnreadableError
-
-    def spread(self) -> None:
-        """Makes a token of each letter that follows."""
-        if self.next.kind == "letters" and self.next.text not in FUNCTIONS:
-            letters = [Token("letters", it) for it in self.next.text]
-            self.found[self.place : self.place + 1] = letters
 
     def name(self, text: str):
         """Reads the marks, the index and the arguments of a name."""
         while self.next.text in ("'", "_"):
-            text += "'" if self.at("'") else f"{self.take()}{joined(self.script())}"
+            text += "'" if self.at("'") else f"{self.take()}{joined(self.group())}"
         inner = self.found[self.place + 1 : closing(self.found, self.place)]
         is_call = len(inner) == 1 or len(split(inner, ",;")[0]) > 1
         if self.next.text == "(" and (is_call or re.split("[_']", text)[0] in _OF_ANYTHING):
@@ -229,79 +218,56 @@ class Formula:
 
     def function(self, name: str):
         r"""Reads a base (of log), a power and the argument of a function: \sin^2 x."""
-        exponent, base = None, []
-        while self.next.text in ("^", "_"):
-            if self.take() == "^":
-                exponent = self.argument()
-            else:
-                base = [self.argument()]
-        if exponent == -1:
-            if f"arc{name}" not in FUNCTIONS:
-                raise UnreadableError  # another inverse function
-            name, exponent = f"arc{name}", None
+        scripts = {}
+        while (mark := self.next.text) in ("^", "_"):
+            self.take()
+            scripts[mark] = self.sign() * self.argument()
+        if scripts.get("^") == -1:
+            name = f"arc{name}"  # where it is none, it is another inverse function
+            del scripts["^"]
         if self.next.text == "(":
             values = self.inside()
         else:
-            sign = -1 if self.at("-") else 1
+            sign = self.sign()
             value = self.argument() if self.next.text == "{" else self.factor()
             while self.goes_on("(", "|") and self.next.text.removeprefix("\\") not in FUNCTIONS:
-                value = value * self.factor()
+                value *= self.factor()
             values = [sign * value]
             behind = [it.text.removeprefix("\\") for it in self.found[self.place :][:2]]
-            if behind[:1] == ["/"] and behind[-1] not in FUNCTIONS:
+            if behind[0] == "/" and behind[1] not in FUNCTIONS:
                 raise UnreadableError  # \sin \pi/6 has two readings
-        if (len(values) > 1) != (name in _SYMMETRIC) or (base and name != "log"):
+        is_log = name == "log" or "_" not in scripts
+        if name not in FUNCTIONS or (len(values) > 1) != (name in _SYMMETRIC) or not is_log:
             raise UnreadableError
-        value = self.call(name, [*values, *base])
-        return value if exponent is None else power(value, exponent)
+        value = self.call(name, *values, *[scripts[it] for it in scripts if it == "_"])
+        return power(value, scripts["^"]) if "^" in scripts else value
 
-    def call(self, name: str, values: list):
+    def call(self, name: str, *values):
         """Applies a function; one of unknown numbers is a symbol."""
         if name in ("!", "binom") and any(it.is_number and abs(it) > MAX_TERMS for it in values):
             raise TooLargeError
         if name == "log" and len(values) == 1:
-            return sympy.log(values[0]) / self.log
+            return sympy.log(*values) / self.log
         is_symbol = name in (*_SYMMETRIC, "mod") and not all(it.is_number for it in values)
-        if name in _KNOWN and hasattr(sympy, _KNOWN[name]) and not is_symbol:
-            return getattr(sympy, _KNOWN[name])(*values)
-        words = sorted(map(str, values)) if name in _SYMMETRIC else [*map(str, values)]
-        return sympy.Symbol(f"{name}{words}")
-
-    def structure(self, name: str):
-        """Reads what a command builds of its arguments."""
-        if name == "frac":
-            texts = "".join(it.text for it in self.found[self.place : self.place + 9])
-            if re.match(r"\{d(?:\^\d)?\w?\}\{d\w(?:\^\d)?\}", texts):
-                raise UnreadableError
-            return self.argument() / self.argument()
-        if name == "binom":
-            return self.call(name, [self.argument(), self.argument()])
-        if name == "sqrt":
-            degree = self.inside()[0] if self.next.text == "[" else sympy.Integer(2)
-            return power(self.argument(), 1 / degree)
-        if name in ("lfloor", "lceil"):
-            value = self.sum()
-            self.take(rf"\r{name[1:]}")
-            return self.call(name, [value])
-        return self.series(name)
+        if _APPLIED[name] and not is_symbol:
+            return _APPLIED[name](*values)
+        return sympy.Symbol(f"{name}{values if name == 'mod' else sorted(map(str, values))}")
 
     def series(self, kind: str):
         """Reads a sum, product or limit with its index, or an integral, and computes it."""
         scripts = {"_": [], "^": []}
         while (mark := self.next.text) in scripts:
             self.take()
-            scripts[mark] = self.script()
+            scripts[mark] = self.group()
         if kind == "int":
-            rest = [it.text for it in self.found[self.place :]]
-            length = next((i for i, it in enumerate(rest) if re.fullmatch("d[a-z]", it)), 0)
-            name, low = "".join(rest[length : length + 1])[1:], scripts["_"]
+            end = [it.text for it in self.found].index("d", self.place)
+            name, low = self.found[end + 1].text, scripts["_"]
         else:
             index, *_, low = split(scripts["_"], ("=", r"\to"))[0]
             name = joined(index)
         low, self.bound = self.part(low), self.bound | {name}
         if kind == "int":
-            term = self.part(self.found[self.place : self.place + length])
-            self.place += length + 1
+            term, self.place = self.part(self.found[self.place : end]), end + 2
         else:
             term = self.term()
         self.bound -= {name}
@@ -311,7 +277,18 @@ class Formula:
         high = self.part(scripts["^"])
         if kind != "int" and high.is_Integer and low.is_Integer and high - low > MAX_TERMS:
             raise TooLargeError
-        return getattr(sympy, _KNOWN[kind])(term, (variable, low, high)).doit()
+        return _SERIES[kind](term, (variable, low, high)).doit()
+
+
+def _letter_by_letter(found: Sequence[Token]) -> Iterator[Token]:
+    """Makes a token of each letter, but of sin and pi: AB is a product."""
+    for token in found:
+        is_name = token.text in FUNCTIONS or token.text in _CONSTANTS or token.kind != "letters"
+        yield from [token] if is_name else (token._replace(text=it) for it in token.text)
+
+
+def _is_vector(text: str) -> bool:
+    return text.isupper() or text in ("}", r"\vec")
 
 
 def power(base, exponent):
@@ -340,15 +317,15 @@ def compare(one: Tree, other: Tree, how: str) -> bool:
     in_order = any(map(matrices.search, texts))
     try:
         (a, letters), (b, its_letters) = (_built(it, log, in_order) for it in (one, other))
-    except (UnreadableError, TypeError, RecursionError):
+        if letters != its_letters:
+            return how == "checked"
+        if how in ("equal", "checked"):
+            return _same(a, b)
+        if not (a.is_commutative and b.is_commutative):
+            return 0 in (sympy.expand(a - b), sympy.expand(a + b))
+        ratios = [x / y for x, y in _values(a, b) if y != 0]
+    except (ValueError, TypeError, RecursionError):
         return False
-    if letters != its_letters:
-        return how == "checked"
-    if how in ("equal", "checked"):
-        return _same(a, b)
-    if not (a.is_commutative and b.is_commutative):
-        return 0 in (sympy.expand(a - b), sympy.expand(a + b))
-    ratios = [x / y for x, y in _values(a, b) if y != 0]
     is_constant = bool(ratios) and ratios[0] != 0 and all(_close(it, ratios[0]) for it in ratios)
     return is_constant and bool(how == "multiple" or ratios[0] > 0)
 
@@ -357,7 +334,7 @@ def _built(tree: Tree, log, in_order: bool) -> tuple:
     """Builds sympy's expression of a tree, and lists the letters in it."""
     kind, *parts = tree
     if kind == "number":
-        return sympy.Rational(parts[0].numerator, parts[0].denominator), set()
+        return sympy.Rational(parts[0]), set()
     if kind == "formula":
         formula = Formula(tokens(parts[0]), log, in_order=in_order)
         return formula.value, formula.letters
@@ -375,33 +352,33 @@ def _same(a, b) -> bool:
     return sympy.oo not in (abs(a), abs(b)) and all(_close(*pair) for pair in _values(a, b))
 
 
-def _values(a, b) -> list[tuple]:
+def _values(a, b) -> list[list]:
     """Evaluates two expressions at points where both are real, or at all where there are few."""
-    letters = sorted(a.free_symbols | b.free_symbols, key=str)
-    rng, points = random.Random(0), []
-    has_size = a.has(sympy.Abs) or b.has(sympy.Abs)  # of a complex number, if it is called z
-    for sign, size in POINTS if letters else POINTS[:1]:
-        values = [rng.choice((1, sign)) * rng.randrange(100, 1000) * size for _ in letters]
-        points.append(
-            {
-                letter: value * (1 + sympy.I * int(has_size and str(letter)[0] in "zw")) / 3310
-                for letter, value in zip(letters, map(sympy.Integer, values), strict=True)
-            }
-        )
-    if not a.has(sympy.I) and not b.has(sympy.I):
-        real = [it for it in points if _is_real(a, it) and _is_real(b, it)]
+    both, rng = sympy.Tuple(a, b), random.Random(0)
+    letters = sorted(both.free_symbols, key=str)
+    # A letter in bars may be a complex number, if it is called z.
+    has_size = both.has(sympy.Abs)
+    turns = {it: 1 + sympy.I * int(has_size and str(it)[0] in "zw") for it in letters}
+    points = [
+        {
+            it: turns[it] * rng.choice((1, sign)) * rng.randrange(100, 1000) * size / 3310
+            for it in letters
+        }
+        for sign, size in (POINTS if letters else POINTS[:1])
+    ]
+    if not both.has(sympy.I):
+        real = [it for it in points if _is_real(both, it)]
         points = real if len(real) >= ENOUGH else points
-    if any(it.has(sympy.floor, sympy.ceiling) for it in (a, b)):
+    if both.has(sympy.floor, sympy.ceiling):
         points.append({letter: sympy.Integer(3 + i) for i, letter in enumerate(letters)})
-    is_slow = any(it.has(sympy.Sum, sympy.Product, sympy.Integral) for it in (a, b))
-    digits = 30 if is_slow else DIGITS
-    return [(a.subs(point).evalf(digits), b.subs(point).evalf(digits)) for point in points]
+    digits = 30 if both.has(sympy.Sum, sympy.Product, sympy.Integral) else DIGITS  # those are slow
+    return [[it.subs(point).evalf(digits) for it in both] for point in points]
 
 
-def _is_real(expression, point: dict) -> bool:
-    """Tells whether no root or logarithm in an expression is one of a negative number."""
-    roots = [it.base for it in expression.atoms(sympy.Pow) if not it.exp.subs(point).is_integer]
-    logarithms = [it.args[0] for it in expression.atoms(sympy.log)]
+def _is_real(both, point: dict) -> bool:
+    """Tells whether no root or logarithm in expressions is one of a negative number."""
+    roots = [it.base for it in both.atoms(sympy.Pow) if not it.exp.subs(point).is_integer]
+    logarithms = [it.args[0] for it in both.atoms(sympy.log)]
     return all(it.subs(point).evalf(15).is_positive for it in (*roots, *logarithms))
 
 

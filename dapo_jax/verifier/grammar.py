@@ -31,11 +31,12 @@ _SIZES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "bil
 _SIZES |= {"trillion": 10**12}
 _LITERAL = re.compile(r"(\d*)\.?(\d*)(?:\s*\\[a-z]+\s*\{?(\d+)\}?)?(?:[eE]([+-]?\d+))?")
 _JOINTS = ((";",), ("or", r"\lor"), (",", "and", "&"))
+_VALUES = ("number", "formula")  # of a measure
 _RELATIONS = {"<=": r"\le", ">=": r"\ge", "!=": r"\ne"}
 _RELATIONS |= {it: it for it in ("=", "<", ">", r"\le", r"\ge", r"\ne", r"\in", r"\equiv")}
 _TURNED = {">": "<", r"\ge": r"\le"}
-# Numbers with signs between them that are no difference: scores, ranges of years, dates.
-_SHAPE = re.compile(r"\d+(?:-\d+)+|\d+(?:/\d+){2,}")
+# What is neither a difference nor a product: scores, ranges of years, dates, ordinals.
+_SHAPE = re.compile(r"\d+(?:-\d+)+|\d+(?:/\d+){2,}|\d*(?:1st|2nd|3rd|\dth)")
 # What is before "=" and only names a value: x, a_1, f(2), AB, m+n.
 _INDEX = r"(?:_(?:\w|\{[^{}]*\}))?"
 _GREEK = rf"\\(?!(?:{'|'.join(FUNCTIONS)}|infty|pi)\b)[a-zA-Z]+"
@@ -110,6 +111,10 @@ def _joined(kind: str, items: list[Tree]) -> Tree:
     inner = {it[0] for part in items if part[0] == "list" for it in part[1:]}
     if kind == "or" and not inner & {"=", "map"}:
         items = [it for part in items for it in (part[1:] if part[0] == "list" else [part])]
+    if kind == "list" and [it[0] for it in items] == ["<", "<"]:  # x < 5 and 3 < x are a chain
+        for (_, signs, *sides), (_, more, *rest) in (items, items[::-1]):
+            if sides[-1] == rest[0]:
+                return "<", (*signs, *more), *sides, *rest[1:]
     for place, item in enumerate(items[1:], start=1):  # x = 1, 2 and (x, y) = (1, 2), (3, 4)
         before = items[place - 1]
         if before[0] == "=" and item[0] in ("number", "formula", "tuple"):
@@ -164,6 +169,9 @@ def _item(found: Sequence[Token]) -> Tree:
     if {*relations} == {"="}:
         if sides[0][0] == sides[-1][0] == "tuple" and len(sides[0]) == len(sides[-1]):
             return _map([joined(it) for it in split(parts[0][1:-1], ",")[0]], sides[-1][1:])
+        names = [joined(it) for it in parts[:-1]]
+        if len(names) > 1 and all(len(it) == 1 and it.islower() for it in names):  # x = y = 2
+            return _map(names, sides[-1:] * len(names))
         return "=", _name(parts[0]), *sides
     if {*relations} <= {*_TURNED}:
         sides, relations = sides[::-1], [_TURNED[it] for it in reversed(relations)]
@@ -215,7 +223,7 @@ def _bracketed(found: Sequence[Token]) -> Tree | None:
     sides = [*map(_side, split(inner, ",;")[0])]
     if ("text", "") in sides:
         return None
-    if brackets == "()" and len(sides) == 1:
+    if len(sides) == 1 and (brackets == "()" or sides[0][0] == "matrix"):
         return sides[0]
     if brackets in ("()", r"\langle\rangle"):
         return "tuple", *sides
@@ -228,6 +236,7 @@ def _bracketed(found: Sequence[Token]) -> Tree | None:
 
 
 def _literal(text: str) -> Fraction:
+    """Reads one token: 1,000.5, .5e-3, 0.1\\overline{6}."""
     whole, digits, again, power = _LITERAL.fullmatch(re.sub("[ ,]", "", text)).groups()
     value = Fraction(int(f"{whole}{digits}"), 10 ** len(digits))
     if again:
@@ -262,22 +271,17 @@ def _measures(found: Sequence[Token]) -> Tree | None:
     """Reads a number or formula with its unit, or several; None for anything else."""
     measures, place = [], 0
     while place < len(found):
-        money = found[place].text in MONEY
-        begin = place + money
-        unit, end = None, begin
+        begin = place + (found[place].text in MONEY)
         for middle in range(begin + 1, len(found) + 1):
-            first = found[middle] if middle < len(found) else None
-            if first and first.kind != "letters" and first.text not in (*SIGNS, "/"):
-                continue
             unit, end = _unit(found, middle, found[place:begin])
             if unit is not None:
                 break
-        if unit is None:
+        else:
             return None
-        value = _side(found[begin:middle])
         texts = {it.text.removeprefix("\\") for it in found[begin:middle]}
         is_angle = unit == "°" and texts & FUNCTIONS  # of a function: \sin 30°
-        if value[0] not in ("number", "formula") or texts & SIGNS or is_angle:
+        # In this order: one of 300 signs would be read again for each.
+        if is_angle or texts & SIGNS or (value := _side(found[begin:middle]))[0] not in _VALUES:
             return None
         measures.append(("measure", value, unit) if unit else value)
         place = end
@@ -294,11 +298,10 @@ def _unit(found: Sequence[Token], begin: int, money: Sequence[Token]) -> tuple[s
     words, is_behind = found[begin:end], found[begin - 1].kind == "number"
     first = words[0] if words else Token("end", "")
     if first.kind == "letters":
-        is_long = len(first.text) > 1
-        is_apart = first.spaced or (is_behind and is_long)
-        is_unit = first.styled or (is_apart and (is_behind or is_long))
+        # A factor has at most one of these marks: xy, 2x.
+        is_unit = first.styled or first.spaced + is_behind + (len(first.text) > 1) > 1
     elif first.text in SIGNS:
         is_unit = is_behind or first.text != "'"
     else:
-        is_unit = bool(money) and first.text in ("", "/")
+        is_unit = bool(money) and (begin == len(found) or first.text == "/")
     return unit_of([it.text for it in (*money, *words)]) if is_unit else None, end

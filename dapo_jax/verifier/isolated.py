@@ -9,26 +9,22 @@ For the algebra of answers, and the scorers of other packages:
 5. The kernel ends the child after its seconds of CPU time: a busy host changes no answer.
    RLIMIT_AS leaves it MEMORY_BYTES beside what the worker has.
 6. A worker that is dead or silent is replaced, and its request asked again.
-7. A worker ends with its object; where its starter is gone, once it has answered.
+7. A worker ends with its pool; where its starter is gone, once it has answered.
 """
 
 import contextlib
 import gc
-import json
 import logging
 import multiprocessing
 import multiprocessing.connection
 import os
 import pathlib
 import pkgutil
-import queue
 import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -36,18 +32,12 @@ from typing import Any, NamedTuple
 MAX_WORKERS = 32
 MEMORY_BYTES = 1 << 30
 CPU_SECONDS = 1.0  # of one answer
-TRIES = 3  # of an answer whose process is killed from outside
-STARTS = 5  # of a worker, in a row
+TRIES = 5  # of an answer whose worker is killed from outside, or never ready
 START_SECONDS = 120.0
 SILENCE_SECONDS = 12.0  # no busy host makes a second of CPU time so long
 _MEMORY_EXIT = 3
 # multiprocessing's own "spawn" would import the main module, and JAX with it, in every worker.
-_PROGRAM = """
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
-from dapo_jax.verifier import isolated
-isolated.serve(*sys.argv[2:])
-"""
+_PROGRAM = "import sys; from dapo_jax.verifier.isolated import serve; serve(*sys.argv[1:])"
 
 
 class Reply(NamedTuple):
@@ -62,70 +52,59 @@ class Worker:
 
     def __init__(self, entry: str) -> None:
         self._connection, far_end = multiprocessing.Pipe()
-        paths = json.dumps([str(place) for place in sys.path])
+        paths = os.pathsep.join(map(str, sys.path))
         with far_end:
             pipe = far_end.fileno()
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-W", "ignore", "-c", _PROGRAM, paths, entry, str(pipe)],
+                [sys.executable, "-P", "-W", "ignore", "-c", _PROGRAM, entry, str(pipe)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[pipe],
                 process_group=0,  # killed with its child; Ctrl-C is the parent's to handle
-                env={**os.environ, "PYTHONHASHSEED": "0"},  # the order of sets reaches answers
+                # The order of sets reaches answers.
+                env={**os.environ, "PYTHONPATH": paths, "PYTHONHASHSEED": "0"},
             )
-        self.kill = weakref.finalize(self, _end, self.process, self._connection)
-        self._ready = False
-
-    def is_ready(self) -> bool:
-        """Waits for the end of the warm-up; returns False where the process is gone."""
-        if self.kill.alive and not self._ready:
-            self._ready = self._received(START_SECONDS) is not None
-        return self.kill.alive
+        self.is_ready = False
 
     def ask(self, request: bytes, cpu_seconds: float) -> Reply:
         """Returns the reply; "killed" where the process is gone, or was silent for too long."""
-        with contextlib.suppress(OSError):  # of a worker that has ended: there is no reply
-            self._connection.send((request, cpu_seconds))
-        return self._received(max(SILENCE_SECONDS, 10 * cpu_seconds)) or Reply("killed")
-
-    def _received(self, seconds: float) -> Reply | None:
-        with contextlib.suppress(EOFError, OSError):
-            if self._connection.poll(seconds):
-                return self._connection.recv()
+        with contextlib.suppress(EOFError, OSError):  # of a worker that has ended
+            if not self.is_ready and self._connection.poll(START_SECONDS):
+                self.is_ready = self._connection.recv()
+            if self.is_ready:
+                self._connection.send((request, cpu_seconds))
+                if self._connection.poll(max(SILENCE_SECONDS, 10 * cpu_seconds)):
+                    return self._connection.recv()
         self.kill()
-        return None
+        return Reply("killed")
 
-
-def _end(process: subprocess.Popen, connection: multiprocessing.connection.Connection) -> None:
-    with contextlib.suppress(OSError):  # a child may outlive a worker
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    connection.close()
+    def kill(self) -> None:
+        """Ends the process, and the child that may outlive it."""
+        if self.process.returncode is None:
+            with contextlib.suppress(OSError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        self._connection.close()
 
 
 class Pool(contextlib.AbstractContextManager):
     """Workers that answer requests, each once, as many at a time as there are workers.
 
     Threads may share a pool. Its workers live until the end of the `with` block or of the process.
-    Raises ChildProcessError where STARTS workers in a row are never ready.
+    Raises ChildProcessError where a request finds no worker that is ever ready.
     """
 
     def __init__(self, entry: str, num_workers: int, cpu_seconds: float = CPU_SECONDS) -> None:
         self._entry, self._cpu_seconds = entry, cpu_seconds
-        self._lock = threading.Lock()
-        self._closed = False
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix=entry)
         self._workers = [Worker(entry) for _ in range(num_workers)]
-        self._idle: queue.SimpleQueue[int] = queue.SimpleQueue()  # places in self._workers
-        for place in range(num_workers):
-            self._idle.put(place)
+        self._idle, self._is_open = [*range(num_workers)], True
 
     def __exit__(self, *exception: object) -> None:
-        """Kills the workers."""
-        with self._lock:
-            self._closed = True
-            for worker in self._workers:
-                worker.kill()
+        """Kills the workers, at whatever they are."""
+        self._is_open = False
+        for worker in self._workers:
+            worker.kill()
         self._threads.shutdown(cancel_futures=True)
 
     def ask(self, requests: Mapping[Any, bytes]) -> dict[Any, Reply]:
@@ -135,36 +114,29 @@ class Pool(contextlib.AbstractContextManager):
 
     def _answered(self, request: bytes) -> Reply:
         """Has a worker answer; runs in one of as many threads as there are workers."""
-        place = self._idle.get()
+        place = self._idle.pop()
         try:
-            for _ in range(TRIES):
-                reply = self._ready_worker(place).ask(request, self._cpu_seconds)
+            for attempt in range(TRIES):
+                if self._is_open and self._workers[place].process.poll() is not None:
+                    time.sleep(attempt)  # what kills workers may pass
+                    self._workers[place] = Worker(self._entry)
+                reply = self._workers[place].ask(request, self._cpu_seconds)
                 if reply.status != "killed":
                     return reply
-            return Reply("crashed")
         finally:
-            self._idle.put(place)
-
-    def _ready_worker(self, place: int) -> Worker:
-        for start in range(STARTS):
-            worker = self._workers[place]
-            if worker.is_ready():
-                return worker
-            time.sleep(start)  # what kills workers may pass
-            with self._lock:
-                if self._closed:
-                    raise RuntimeError(f"the workers of {self._entry} are closed")
-                self._workers[place] = Worker(self._entry)
+            self._idle.append(place)
+        if self._workers[place].is_ready:
+            return Reply("crashed")
         raise ChildProcessError(
-            f"{STARTS} workers of {self._entry} in a row were never ready; what they said is on "
-            "the error output"
+            f"{TRIES} workers of {self._entry} in a row were never ready or were killed; what they "
+            "said is on the error output"
         )
 
 
 def one_a_core() -> int:
     """Counts the workers of a pool: one a core, and MAX_WORKERS at most."""
-    affinity = getattr(os, "sched_getaffinity", None)  # not every system has it
-    return min(len(affinity(0)) if affinity else os.cpu_count() or 1, MAX_WORKERS)
+    is_linux = hasattr(os, "sched_getaffinity")
+    return min(len(os.sched_getaffinity(0)) if is_linux else os.cpu_count() or 1, MAX_WORKERS)
 
 
 # In the worker.
@@ -182,7 +154,7 @@ def serve(entry: str, pipe: str) -> None:
     gc.freeze()  # a child's collector need not touch, and so copy, all that was imported
     connection = multiprocessing.connection.Connection(int(pipe))
     with contextlib.suppress(EOFError, OSError):  # the parent is gone
-        connection.send(Reply("ready"))
+        connection.send(True)  # ready
         while True:
             request, cpu_seconds = connection.recv()
             connection.send(answered_in_child(prepare(request), cpu_seconds))

@@ -36,6 +36,7 @@ _TRANSLATED = str.maketrans(
     | {chr(0xFF10 + digit): str(digit) for digit in range(10)}
 )
 _RAISED = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
+
 _REWRITTEN = (
     (re.compile("[⁻⁰¹²³⁴-⁹]+"), lambda it: f"^{{{it[0].translate(_RAISED)}}}"),
     (re.compile(r"(?<=[\d)])\*\*(?=[-(\d])"), "^"),
@@ -43,9 +44,16 @@ _REWRITTEN = (
     # Separators of thousands that nothing else can be.
     (re.compile(r"(?<=\d)(?:\{,\}|,?\\! ?|\\,|')(?=\d{3}(?!\d))|\\!"), ""),
     (re.compile(r"\\not\s*="), r"\\ne "),
+    (re.compile(r"\\mathbb\s*\{?\s*([A-Z])\s*\}?"), r"\\mathbb{\1}"),
     (re.compile(r"\.{2,}"), r"\\dots "),
     (re.compile(r"\b([AaPp])\.\s?[Mm]\b\.?"), r"\1m"),
     (re.compile(r"\(\s*(?:\\text\{\s*)?\\?b?mod\b\s*\}?([^()]*)\)"), r"\\pmod{\1}"),
+    (re.compile(r"(?<=[^\\\w])mod(?=[ }]*\d)"), r"\\pmod "),
+    (re.compile(r"(?<!\\)\{([^{}]*)\\choose\b([^{}]*)\}"), r"\\binom{\1}{\2}"),
+    (re.compile(r"(?<!\\)\{([^{}]*)\\over\b([^{}]*)\}"), r"\\frac{\1}{\2}"),
+    (re.compile(r"(\d\.)\((\d+)\)"), r"\1\\overline{\2}"),
+    (re.compile(r"(?<!\w)\((\d[\dA-F]*)\)(?=_)"), r"\1"),
+    (re.compile(r"(begin|end)\{array\}(?:\{[clr| ]*\})?"), r"\1{matrix}"),
     (re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\circ"), "°"),
     (
         re.compile(r"°\s*(?:\\(?:text|mathrm)\s*\{\s*)?([CF])(?![a-zA-Z])\}?"),
@@ -77,10 +85,9 @@ _OUTSIDE, _INSIDE = (
         r"|limits|displaystyle|textstyle|large|rm)(?![a-zA-Z]))+)"
         r"|(?P<style>\\(?:boxed|fbox|mathbf|boldsymbol|textbf|bm|mathit|textit|emph)\s*\{)"
         r"|(?P<styled>\\(?:text(?:rm|normal)?|math(?:rm|sf)|mbox|operatorname\*?)\s*\{)"
-        r"|(?P<field>\\mathbb\s*\{?\s*[A-Z]\s*\}?)"
         r"|(?P<number>[0-9]*\.[0-9]*\s*\\(?:overline|bar|dot)\s*\{?[0-9]+\}?"
         rf"|{_NUMBER % thousands})"
-        r"|(?P<command>\\[a-zA-Z]+|\\.)|(?P<letters>[^\W\d_]+)|(?P<sign><=|>=|(?<![\d)])!=|.)"
+        r"|(?P<command>\\mathbb\{[A-Z]\}|\\[a-zA-Z]+|\\.)|(?P<letters>[^\W\d_]+)|(?P<sign><=|>=|(?<![\d)])!=|.)"
     )
     for thousands in (_THOUSANDS, "")
 )
@@ -92,7 +99,7 @@ def tokens(text: str) -> list[Token]:
     text = text if len(text) <= MAX_CHARS else ""
     if r"\begin" not in text:  # some data is escaped twice
         text = text.replace("\\\\", "\\")
-    for pattern, new in _REWRITTEN:
+    for pattern, new in () if text.strip().isdecimal() else _REWRITTEN:  # most are integers
         text = pattern.sub(new, text)
     found, styles, depth, place, spaced = [], [], 0, 0, False
     while place < len(text):
@@ -107,19 +114,11 @@ def tokens(text: str) -> list[Token]:
             spaced |= kind == "space" or is_end
             continue
         depth += (word in ("(", "[", r"\{")) - (word in (")", "]", r"\}"))
-        if kind == "field":
-            word = rf"\mathbb{{{word.rstrip('} ')[-1]}}}"
-        is_script = word == "}" and len(found) > 2 and found[-2].text == "{"
-        if (
-            is_script
-            and found[-3].text in "^_"
-            and (len(found[-1].text) == 1 or found[-1].kind != "letters")
-        ):
+        is_script = word == "}" and [it.text for it in found[-3:-1]] in (["^", "{"], ["_", "{"])
+        if is_script and (len(found[-1].text) == 1 or found[-1].kind != "letters"):
             del found[-2]  # x^{2} is x^2
             continue
-        found.append(
-            Token("command" if kind == "field" else kind, word, spaced, "styled" in styles)
-        )
+        found.append(Token(kind, word, spaced, "styled" in styles))
         spaced = False
     is_open = {"style", "styled"} & {*styles}  # \boxed{42 is no number
     return _trimmed([*found, Token("sign", "?")] if is_open else found)

@@ -1,6 +1,5 @@
 """The rules "symbolic": what needs algebra is asked of workers, in processes with limits."""
 
-import functools
 import json
 import pickle
 from collections.abc import Callable, Sequence
@@ -16,51 +15,46 @@ from dapo_jax.verifier.math_rules import decide, refuse
 class SymbolicVerifier(isolated.Pool):
     """Grades by the rules "symbolic", the algebra in workers; raises as `isolated.Pool` does."""
 
+    ENTRY = f"{__name__}:algebra"
+
     def __init__(self, num_workers: int, cpu_seconds: float = isolated.CPU_SECONDS) -> None:
-        super().__init__(f"{__name__}:algebra", num_workers, cpu_seconds)
+        super().__init__(self.ENTRY, num_workers, cpu_seconds)
+
+    def decide(self, response: str, truth: str) -> Verdict | tuple:
+        """Returns a verdict, or what a worker makes one of: the answer, and more.
+
+        The truth may be a worked solution: its last box holds it.
+        """
+        return decide(claimed(find_answer(response)), last_boxes(truth) or truth)
 
     def verify_many(self, responses: Sequence[str], ground_truths: Sequence[str]) -> list[Verdict]:
         """Grades pairs, in order; raises ValueError where the lengths differ."""
-        decided = [
-            refuse(response, truth) or decide(claimed(find_answer(response)), _box_of(truth))
-            for response, truth in zip(responses, ground_truths, strict=True)
-        ]
+        pairs = zip(responses, ground_truths, strict=True)
+        decided = [refuse(*pair) or self.decide(*pair) for pair in pairs]
         asked = {it: pickle.dumps(it) for it in decided if not isinstance(it, Verdict)}
         graded = {it: verdict_of(reply, it[0]) for it, reply in self.ask(asked).items()}
         return [graded.get(it, it) for it in decided]
 
 
-def _box_of(truth: str) -> str:
-    """Returns what the last box of a worked solution holds; another truth as it is."""
-    return last_boxes(truth) or truth
-
-
-def verdict_of(reply: isolated.Reply, answer: str) -> Verdict:
+def verdict_of(reply: isolated.Reply, answer: str | None) -> Verdict:
     """Reads a worker's verdict on an answer; one without an answer to it is wrong."""
-    if reply.status == "done":
-        return Verdict(*json.loads(reply.answer))
-    return Verdict(False, answer, reply.status)
-
-
-@functools.cache
-def default_verifier() -> SymbolicVerifier:
-    """Starts the pool that this process shares, one worker a core, at the first call."""
-    return SymbolicVerifier(isolated.one_a_core())
+    is_done = reply.status == "done"
+    return Verdict(*json.loads(reply.answer)) if is_done else Verdict(False, answer, reply.status)
 
 
 # In a worker.
+
+
+def serving(grade: Callable[..., Verdict]) -> Callable[[bytes], Callable[[], bytes]]:
+    """Returns what `isolated.serve` wants of a function that grades what `decide` returns."""
+    return lambda request: lambda: json.dumps(grade(*pickle.loads(request))).encode()
 
 
 def algebra() -> Callable[[bytes], Callable[[], bytes]]:
     """Warms up a worker: after it a formula costs 0.01 s, before it 0.5 s."""
     for answer, truth in _WARM_UP:
         _grade(answer, read(answer), read(truth))
-
-    def prepare(request: bytes) -> Callable[[], bytes]:
-        trees = pickle.loads(request)
-        return lambda: json.dumps(_grade(*trees)).encode()
-
-    return prepare
+    return serving(_grade)
 
 
 def _grade(form: str, answer: Tree, truth: Tree) -> Verdict:

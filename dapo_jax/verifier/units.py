@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections import Counter
+import re
 from collections.abc import Sequence
 
 # Each entry is a symbol and its names. The metric ones take a prefix: km, kilometer.
@@ -20,6 +20,12 @@ _OTHER = (
 _PREFIXES = "n:nano μ:micro m:milli c:centi d:deci k:kilo M:mega G:giga T:tera p:pico f:femto"
 _COMPOUNDS = {"mph": "mi/h", "kph": "km/h", "kmh": "km/h", "cc": "cm^3", "kWh": "kW*h"}
 _POWERS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3}
+# "per square meter", "/ s ^ -2", "* h", "seconds squared".
+_FACTOR = re.compile(
+    r" *(?P<per>/ *|per )?(?:\* *)?(?:(?P<before>square|sq|cubic|cu) )?"
+    r"(?P<name>(?!(?:per|squared?|cubed|cubic|sq|cu)(?: |$))[^\s\d*/^-]+)"
+    r"(?: *\^ *(?P<power>-?\d+)| (?P<behind>squared|cubed)(?!\S))? *"
+)
 MONEY = frozenset((r"\$", "€", "£", "¥"))
 SIGNS = MONEY | {"%", "°", "℃", "℉", "'"}  # units that are no words
 # Words that make another number of the one before them.
@@ -57,32 +63,20 @@ def _symbol(word: str, *, is_known: bool) -> str | None:
 def unit_of(words: Sequence[str]) -> str | None:
     """Returns one spelling of a unit, "m s^-2" for m / s ^ 2; None where a word is none."""
     text = " ".join(_COMPOUNDS.get(word, word) for word in words if word not in ("{", "}"))
-    for sign in "/*^":
-        text = text.replace(sign, f" {sign} ")
-    total: Counter = Counter()
-    sign, power, last, before = 1, 1, None, ""
-    for word in text.replace(r"\cdot", "*").replace("- ", "-").split():
-        if word in ("/", "per", "*", "^"):
-            sign = -1 if word in ("/", "per") else sign
-        elif word.removeprefix("-").isdigit() or word in ("squared", "cubed"):
-            if not last or (before != "^" and word not in _POWERS):
-                return None
-            total[last] *= _POWERS.get(word) or int(word)
-        elif word in _POWERS:
-            power = _POWERS[word]
-        else:
-            last = _symbol(word, is_known=sign < 0)
-            if (
-                last is None
-                or last in total
-                or (total and last == word not in _spellings() and sign > 0)
-            ):
-                return None
-            total[last], power = sign * power, 1
-        before = word
-    if before in ("/", "per", "*", "^"):
-        return None
-    return " ".join(s if n == 1 else f"{s}^{n}" for s, n in sorted(total.items()) if s and n)
+    text = text.replace(r"\cdot", "*").replace("- ", "-")
+    powers: dict[str, int] = {}
+    sign, place = 1, 0
+    while place < len(text):
+        if not (factor := _FACTOR.match(text, place)):
+            return None
+        place, sign = factor.end(), -1 if factor["per"] else sign
+        symbol = _symbol(factor["name"], is_known=sign < 0)
+        is_count = symbol == factor["name"] not in _spellings()
+        if symbol is None or symbol in powers or (powers and is_count and sign > 0):
+            return None
+        power = _POWERS.get(factor["before"] or factor["behind"]) or int(factor["power"] or 1)
+        powers[symbol] = sign * power
+    return " ".join(s if n == 1 else f"{s}^{n}" for s, n in sorted(powers.items()) if s and n)
 
 
 def compatible(one: str, other: str) -> bool:
