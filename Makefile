@@ -59,14 +59,14 @@ faults: setup
 	FAULTS=full .venv/bin/python -m pytest --numprocesses=2 --max-worker-restart=0 -m faults $(ARGS)
 
 $(TPU_COMPILER): $(STAMP)
-	.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target .venv/tpu \
+	.venv/bin/python -m pip install --progress-bar=off --disable-pip-version-check --no-deps --target .venv/tpu \
 	  "$$(.venv/bin/python -c 'from importlib.metadata import requires; \
 	  print(next(r for r in requires("jax") if r.startswith("libtpu")).split(";")[0])')"
 	touch $@
 
 $(ENVIRONMENTS): $(STAMP) tests/published.txt
 	rm -rf $(@D)
-	.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps \
+	.venv/bin/python -m pip install --progress-bar=off --disable-pip-version-check --no-compile --no-deps \
 	  --target $(@D) -r tests/published.txt
 	cp tests/published.txt $@
 
@@ -75,7 +75,7 @@ $(STAMP): requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Python 3.11 or newer is needed, but $(PYTHON) is $$($(PYTHON) --version 2>&1); set PYTHON=..."; exit 1; }
 	$(PYTHON) -m venv --clear .venv
-	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	.venv/bin/python -m pip install --progress-bar=off --disable-pip-version-check -r requirements.txt
 	cp requirements.txt $(STAMP)
 
 clean:

@@ -1,7 +1,6 @@
 """`train --dry_run`: the refusals of a start, the report of the data, and the memory of a step.
 
-Nothing is loaded to the devices, locked, or written but to the hub's cache, which gets the weights
-of a begun run alone, to compare them. Preflight compiles.
+Nothing is loaded to the devices, locked, or written but to the hub's cache. Preflight compiles.
 """
 
 import functools
@@ -44,8 +43,7 @@ def dry_run(config: ConfigDict, workdir: pathlib.Path, parent: Parent | None) ->
     run = start.plan_training(config, workdir, parent)
     config = run.config
     if path := config.model.path:
-        here = hub.local(path)
-        hf.check_files(here, run.programs.sizes, needed=here == path or bool(begun or parent))
+        hf.check_files(hub.local(path), run.programs.sizes, needed=hub.local(path) == path)
     say("\n".join([*run.lines(), *example_lines(run.data, run.tokenizer)]))
     ours = fingerprint.of_run(config, run.data, parent)
     try:

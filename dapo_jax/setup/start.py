@@ -224,10 +224,10 @@ def open_run(
     training = Stream(key, components.sampling(config, planned.tokenizer))
     streams = (training, *(components.eval_streams(config, planned.tokenizer) if sets else ()))
     with watch("compile"):
-        say.phase("compiling the update")
-        of_learner = programs.compile_learner()
-        say.phase("compiling the sampler")
-        programs.engine.compile(*(stream.sampling for stream in streams))
+        with hosts.saying_seconds("compiling the update", say.phase):
+            of_learner = programs.compile_learner()
+        with hosts.saying_seconds("compiling the sampler", say.phase):
+            programs.engine.compile(*(stream.sampling for stream in streams))
     spent = watch.seconds()
     run = Run(
         **vars(planned),
