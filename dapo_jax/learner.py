@@ -29,7 +29,7 @@ from models.parameters import param_axes
 from models.precision import Weights, products_in
 from sharding import rules
 
-ROW_MULTIPLE, LONG_ROW = 64, 1_024  # what is chosen of a row's length is in multiples of one
+ROW_MULTIPLE, LONG_ROW = 64, 1_024  # chosen lengths of rows are multiples of 64, long ones of 1,024
 jax.tree_util.register_dataclass(Batch)
 
 

@@ -9,10 +9,10 @@ The first row of each is DAPO's (arXiv 2503.14476); configs/README.md has the in
 that take others. A custom loss is one more policy loss, which algo.policy_loss names as
 "module:function" (on PYTHONPATH, or in the working directory): a function of (compared, logp,
 token, learning) that returns each token's loss, before its weight, and its indicators.
-learning.args has the constants that algo.args gives it. With algo.ratio = "token" it sees chunks of
-tokens, each by itself, and the fields named _BT are [C]; with "sequence" whole rows [B, T], and so
-whole responses (`response_mean`), at the price of a second pass of the head. Axes as in
-dapo_jax.algorithm, and B packed rows (dapo_jax.packing).
+learning.args has the constants that algo.args gives it. With algo.ratio = "token" it is called for
+a chunk of C tokens at a time, and the fields named _BT are [C]. With "sequence" it is called once
+for whole rows [B, T], so that it sees whole responses (`response_mean`); the head is then computed
+twice. Axes as in dapo_jax.algorithm, and B packed rows (dapo_jax.packing).
 """
 
 import jax

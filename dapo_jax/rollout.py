@@ -15,8 +15,7 @@ from dapo_jax.grading import Grading
 from dapo_jax.sampler.session import Session
 from dapo_jax.types import TRAINING, Group, PartialGroup, Prompt, Rollouts
 
-# Of the slots are idle when partial rollouts issue prompts: a prefill of one costs as
-# much as one of many.
+# Partial rollouts issue no prompts before so many slots are idle: a prefill costs as much for one.
 IDLE_SHARE = 1 / 32
 
 

@@ -141,6 +141,6 @@ def test_a_dry_run_reads_all_by_name_and_the_commits_are_known(served, tmp_path,
     assert ours["recipe"]["model"]["path"] == "someone/tiny"
     tiny, sums = (commit for repo in served.repos.values() for commit in repo if commit != "main")
     assert hub.record()["hub"] == {TRAIN: sums, HELD_OUT: sums, "someone/tiny": tiny}
-    assert set(ours["files"]["model.path"]) == set(MODEL)
+    assert set(ours["files"]["model.path"]) == set(MODEL) - {"model.safetensors"}  # of 65 GB, say
     of_set = settings_of(config, of_model=True)["arithmetic"]  # of an evaluation's results
     assert (of_set["model"], of_set["hub"]) == ("someone/tiny", hub.record()["hub"])

@@ -4,6 +4,7 @@ No cloud and no TPU: the fakes say what was asked of them, nothing says that a c
 """
 
 import contextlib
+import json
 import os
 import pathlib
 import re
@@ -14,11 +15,12 @@ import subprocess
 import sys
 from typing import ClassVar
 
+import hub_server
 import pytest
 import yaml
-from processes import wait_for
+from processes import ROOT, wait_for
 
-LAUNCH = pathlib.Path(__file__).resolve().parent.parent / "experiments" / "launch"
+LAUNCH = ROOT / "experiments" / "launch"
 SCRIPTS = sorted(LAUNCH.glob("*.sh"))
 
 EXAMPLE = (LAUNCH / "launch.env.example").read_text()
@@ -31,11 +33,12 @@ SETTINGS = {  # beside those of the example
 CLEAN = {key: os.environ[key] for key in ("PATH", "HOME", "TMPDIR") if key in os.environ}
 
 
-def launch(script, *arguments, tmp_path, environment=(), **changes):
-    settings = "\n".join(f"{k}={v}" for k, v in (SETTINGS | changes).items())
-    (tmp_path / "launch.env").write_text(f"{EXAMPLE}\n{settings}")
+def launch(script, *arguments, tmp_path, environment=(), example=EXAMPLE, **changes):
+    settings = "\n".join(f"{k}={v}" for k, v in (SETTINGS | changes).items() if v is not None)
+    (tmp_path / "launch.env").write_text(f"{example}\n{settings}")
     command = [str(LAUNCH / script), f"--settings={tmp_path}/launch.env", *arguments]
-    return subprocess.run(command, env=CLEAN | dict(environment), capture_output=True, text=True)
+    how = {"env": CLEAN | dict(environment), "capture_output": True, "text": True, "timeout": 60}
+    return subprocess.run(command, **how)
 
 
 def dry_run(script, command, tmp_path, **changes):
@@ -87,15 +90,20 @@ def test_dry_run_starts_the_loop_on_all_workers(tmp_path):
         *("--distributed", "--config=configs/qwen2_5_7b.py", "--workdir=runs/first"),
         "--config.checkpoint.directory=gs://my-dapo-bucket/first/checkpoints",
         "--config.model.path=gs://my-dapo-bucket/inputs/Qwen2.5-7B",
-        *("--config.mesh.slices=2", "--config.seed=1", '--config.note=two words, a "quote"'),
+        "--config.mesh.slices=2",
+        "--config.data.train.path=gs://my-dapo-bucket/inputs/data/train.parquet",
+        *("--config.seed=1", '--config.note=two words, a "quote"'),
     ]
 
 
-def test_dry_run_of_iam_grants_little(tmp_path):
-    text = "\n".join(map(" ".join, dry_run("tpu_vm.sh", "iam", tmp_path, LAUNCHER="user:a@b.c")))
+@pytest.mark.parametrize("secret", ["", "hub-token"])
+def test_dry_run_of_iam_grants_little(tmp_path, secret):
+    how = {"LAUNCHER": "user:a@b.c", "HF_TOKEN_SECRET": secret}
+    text = "\n".join(map(" ".join, dry_run("tpu_vm.sh", "iam", tmp_path, **how)))
     worker = ["storage.objectUser", "storage.legacyBucketReader", "logging.logWriter"]
     mine = ["tpu.admin", "storage.objectUser", "iam.serviceAccountUser"]
-    assert sorted(re.findall(r"--role=roles/(\S+)", text)) == sorted(worker + mine)
+    of_secret = ["secretmanager.secretAccessor"] * 2 * bool(secret)
+    assert sorted(re.findall(r"--role=roles/(\S+)", text)) == sorted(worker + mine + of_secret)
 
 
 @pytest.mark.parametrize(
@@ -150,28 +158,185 @@ def fake(path, text):
     return str(path)
 
 
-@pytest.mark.parametrize("code", [0, 1])
-def test_babysit_recreates_after_a_preemption_and_deletes_at_the_end(tmp_path, code):
-    """A fake gcloud gives a state a look; what babysit does, it writes down."""
-    looks = ["", "PROVISIONING", "ACTIVE", "ACTIVE", "SUSPENDED", "", "ACTIVE", "ACTIVE", "ACTIVE"]
-    runs = ["", "", "", "running", "running", "", "", "running", f"exited {code}"]
+TOKEN = "hf_of_a_test"
+
+
+def cloud(command, tmp_path, train="exit 0", answers="", environment=(), **how):
+    """Runs a command with a fake gcloud and a fake dry run (its text is bash; "": the real one).
+
+    answers: more cases of what gcloud says. Returns (what ran, the calls of gcloud as words).
+    """
+    gcloud = f"""case "$*" in
+      {answers}
+      "secrets versions access "*) echo {TOKEN} ;;
+      *) printf '%s\\0' "$@" $'\\n' >>{tmp_path}/calls ;;
+    esac"""
+    tmp_path.mkdir(exist_ok=True)
+    fake(tmp_path / "bin" / "gcloud", gcloud)
+    own = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
+    own |= {"TRAIN": fake(tmp_path / "bin" / "train", train)} if train else {}
+    how |= {"tmp_path": tmp_path, "environment": own | dict(environment)}
+    done = launch("tpu_vm.sh", command, **how)
+    calls = tmp_path / "calls"
+    lines = calls.read_text().split("\n\0") if calls.exists() else []
+    return done, [line.split("\0")[:-1] for line in lines if line]
+
+
+def started(calls):
+    """The words behind the worker's script, in the last command that goes to all workers."""
+    text = next(word for word in calls[-1] if word.startswith("--command="))
+    words = shlex.split(text.split("; ")[-1])
+    return words[words.index("experiments/launch/run_worker.sh") + 1 :]
+
+
+def test_staged_data_is_what_the_run_reads(tmp_path):
+    """It was copied, and the run trained on the config's own data from the hub without a word."""
+    data = "(/data/mine.parquet aime=/data/held_out.jsonl '/data/more-*.parquet')"
+    refused, _ = cloud("stage", tmp_path, DATA=data)
+    assert refused.returncode == 2 and "second file of data.train" in refused.stderr
+    data = data.replace(" '/data/more-*.parquet'", "")
+    _, (_, copy) = cloud("stage", tmp_path, DATA=data, MODEL="", REVISION="HEAD")
+    assert copy[:2] == ["storage", "cp"]
+    place = copy[-1]
+    copied = {f"{place}{pathlib.Path(path).name}" for path in copy[2:-1]}
+    done, calls = cloud("run", tmp_path, DATA=data, MODEL="")
+    assert done.returncode == 0, done.stderr
+    flags = dict(word.split("=", 1) for word in started(calls) if "=" in word)
+    named = {key: flags[f"--config.{key}.path"] for key in ("data.train", "eval.sets.aime")}
+    assert set(named.values()) == copied and named["data.train"].endswith("/mine.parquet")
+
+
+@pytest.mark.parametrize(
+    ("data", "extra", "says"),
+    [
+        ("(a/test.jsonl aime=b/test.jsonl)", "()", "two files named test.jsonl"),
+        ("(a.jsonl)", "(--config.data.train.path=data/b.jsonl)", "EXTRA sets data.train.path"),
+        ("(gs://bucket/a.jsonl)", "()", "EXTRA=(--config.data.train.path=gs://bucket/a.jsonl)"),
+    ],
+)
+def test_data_that_the_run_would_not_read_is_refused(tmp_path, data, extra, says):
+    done, calls = cloud("run", tmp_path, DATA=data, EXTRA=extra)
+    assert done.returncode == 2 and says in done.stderr and not calls
+
+
+@pytest.mark.parametrize("accelerator", ["v6e-16", "v5e-64", "v5litepod-64"])
+def test_the_settings_of_the_example_are_those_of_its_accelerator(tmp_path, accelerator):
+    """Those of v6e-16 stayed when only ACCELERATOR was changed, and do not fit v5e.
+
+    And the name that all documents give a v5e slice is not gcloud's.
+    """
+    example = EXAMPLE.replace("ACCELERATOR=v6e-16", f"ACCELERATOR={accelerator}")
+    done, calls = cloud("run", tmp_path, example=example, EXTRA=None)
+    assert done.returncode == 0, done.stderr
+    flags = [word for word in started(calls) if "cache_mib" in word or "micro_batch" in word]
+    assert len(flags) == (2 if accelerator == "v6e-16" else 0)
+    done, calls = cloud("create", tmp_path, example=example)
+    kinds = [word for word in calls[-1] if word.startswith(("--accelerator", "--runtime"))]
+    of_v5e = ["--accelerator-type=v5litepod-64", "--runtime-version=v2-alpha-tpuv5-lite"]
+    assert (kinds == of_v5e) == (accelerator != "v6e-16"), done.stderr
+
+
+@pytest.mark.parametrize("command", ["create", "babysit"])
+def test_a_config_that_is_refused_costs_no_tpu(tmp_path, command):
+    """A misspelt key was found by the granted TPU, which `babysit` then gave back."""
+    extra = "(--config.algo.eps_hihg=0.3)"
+    own = {"EXTRA": extra, "MODEL": "", "DATA": "()", "CONFIG": "configs/tiny.py"}
+    done, calls = cloud(command, tmp_path, train="", **own)
+    assert done.returncode == 2 and not [call for call in calls if "create" in call]
+    assert "eps_high" in done.stderr and "CHECK=0" in done.stderr
+    done, calls = cloud("create", tmp_path, train="", **own, CHECK=0)
+    assert done.returncode == 0 and "create" in calls[-1]
+
+
+def test_the_check_is_of_the_run_with_the_files_that_are_here(tmp_path):
+    """A dry run with as many devices as the slices have: v5p counts cores, two a chip."""
+    own = {"ACCELERATOR": "v5p-16", "SLICES": 2, "DATA": "(mine.jsonl)", "MODEL": "/models/m"}
+    done, calls = cloud("create", tmp_path, train=f'printf "%s\\n" "$@" >{tmp_path}/asked', **own)
+    assert done.returncode == 0 and "create" in calls[-1], done.stderr
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert {"--dry_run", "--config.mesh.cpu_devices=16", "--config.mesh.slices=2"} <= set(asked)
+    assert "--config.model.path=/models/m" in asked and "--config.seed=1" in asked
+    assert f"--config.data.train.path={pathlib.Path.cwd()}/mine.jsonl" in asked
+    assert not [word for word in asked if "gs://" in word or word == "--distributed"]
+
+
+def test_a_gated_model_is_refused_before_there_is_a_tpu(tmp_path):
+    """The check reads the hub as a worker will: with the secret's token and nothing cached."""
+    checkpoint = ROOT / "experiments" / "tiny_base" / "checkpoint"
+    rows = [{"prompt": f"{a} + {b}", "answer": f"{a + b}"} for a in range(9) for b in range(9)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = {"MODEL": "hf://someone/gated", "DATA": f"({tmp_path}/sums.jsonl)"}
+    own |= {"CONFIG": "configs/tiny.py", "HF_TOKEN_SECRET": "hub-token"}
+    own["EXTRA"] = "(--config.data.train.kind=jsonl --config.learner.micro_batch_rows=16)"
+    with hub_server.serving() as hub:
+        hub.commit("someone/gated", {it.name: it.read_bytes() for it in checkpoint.iterdir()})
+        hub.tokens["someone/gated"] = TOKEN
+        environment = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN}
+        without = {**own, "environment": environment, "HF_TOKEN_SECRET": ""}
+        refused, calls = cloud("create", tmp_path, "", **without)
+        assert refused.returncode == 2 and not calls
+        assert "GatedRepo" in refused.stderr and "HF_TOKEN_SECRET" in refused.stderr
+        done, calls = cloud("create", tmp_path, "", environment=environment, **own)
+        assert done.returncode == 0 and "create" in calls[-1], done.stderr
+        assert not [path for path in hub.downloads() if path.endswith("safetensors")]
+
+
+def test_a_token_is_in_no_command_log_or_bucket(tmp_path):
+    done, calls = cloud("run", tmp_path, HF_TOKEN_SECRET="hub-token")
+    secret = "projects/my-project/secrets/hub-token/versions/latest"
+    assert f"HF_TOKEN_SECRET={secret}" in " ".join(calls[-1]), done.stderr
+    loop = Loop(tmp_path / "worker", 'echo "$HF_TOKEN" >token; echo trained')
+    gcloud = loop.tmp_path / "bin" / "gcloud"
+    gcloud.write_text(gcloud.read_text() + f"\n[[ $* != *access\\ {secret} ]] || echo {TOKEN}")
+    code, output = loop.run(HF_TOKEN_SECRET=secret, RUN_URL="gs://bucket/run")
+    assert (code, loop.lines("token")) == (0, [TOKEN]), output
+    seen = "".join(
+        [done.stdout, output, *loop.lines("calls"), *(it.read_text() for it in loop.logs())]
+    )
+    assert "trained" in seen and TOKEN not in seen
+    fake(gcloud, "[[ $1 != secrets ]]")
+    code, output = loop.run(HF_TOKEN_SECRET=secret)
+    assert code == 1 and f"the token of {secret} could not be read" in output
+    assert len(loop.lines("starts")) == 1
+
+
+def babysat(tmp_path, looks, runs, **environment):
+    """Runs `babysit` with a state a look: (its status, what it did in order, what it said)."""
+    tmp_path.mkdir(exist_ok=True)
     for name, lines in (("looks", looks), ("runs", runs)):
         (tmp_path / name).write_text("\n".join([*lines, ""]))
-    gcloud = f"""cd {tmp_path}
-        next() {{ head -n 1 $1; sed -i 1d $1; }}
-        case "$*" in
-          *" queued-resources list "*) next looks ;;
-          "storage cat "*) next runs ;;
-          *" is-active "*) echo active ;;
-          *) echo "$*" >>calls ;;
-        esac"""
-    fake(tmp_path / "bin" / "gcloud", gcloud)
-    how = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "POLL_SECONDS": "0.01"}
-    result = launch("tpu_vm.sh", "babysit", tmp_path=tmp_path, environment=how)
-    assert result.returncode == code, result.stderr
-    calls = (tmp_path / "calls").read_text().splitlines()
-    done = [call.split()[3] for call in calls if call.startswith("compute")]
-    assert done == ["create", "ssh", "ssh", "delete"] * 2
+    answers = f"""*" queued-resources list "*) cd {tmp_path}; head -n 1 looks; sed -i 1d looks ;;
+        "storage cat "*) cd {tmp_path}; head -n 1 runs; sed -i 1d runs ;;
+        *" is-active "*) echo active ;;"""
+    how = {"answers": answers, "environment": {"POLL_SECONDS": "0.01"} | environment}
+    done, calls = cloud("babysit", tmp_path, **how)
+    return done.returncode, [call[3] for call in calls if call[0] == "compute"], done.stdout
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_babysit_recreates_after_a_preemption_and_deletes_at_the_end(tmp_path, code):
+    looks = ["", "PROVISIONING", "ACTIVE", "ACTIVE", "SUSPENDED", "", "ACTIVE", "ACTIVE", "ACTIVE"]
+    runs = ["", "", "", "running", "running", "", "", "running", f"exited {code}"]
+    status, did, said = babysat(tmp_path, looks, runs, BABYSIT_KEEP_S="0")
+    assert status == code, said
+    assert did == ["create", "ssh", "ssh", "delete"] * 2
+
+
+def test_babysit_keeps_a_tpu_for_a_while_after_an_early_error(tmp_path):
+    """A settings error gave back what had been waited for. A mended `run` goes on in that time."""
+    runs = ["", *["exited 1"] * 9, "running", "exited 0"]
+    status, did, said = babysat(tmp_path, ["ACTIVE"] * 12, runs)
+    assert status == 0 and did == ["ssh", "ssh", "delete"], said
+    assert said.count("is kept for 600 s") == 1
+    # One that begins behind such an end takes it for mended.
+    status, did, said = babysat(
+        tmp_path / "again", ["ACTIVE"] * 4, ["exited 1", "running", "exited 0"]
+    )
+    assert status == 0 and did == ["ssh"] * 3 + ["delete"], said
+    status, did, _ = babysat(
+        tmp_path / "late", ["ACTIVE"] * 3, ["", *["exited 1"] * 2], EARLY_SECONDS="0"
+    )
+    assert status == 1 and did == ["ssh", "ssh", "delete"]
 
 
 @pytest.fixture(autouse=True)
@@ -189,6 +354,7 @@ class Loop:
 
     def __init__(self, tmp_path, training):
         self.tmp_path, tools = tmp_path, tmp_path / "bin"
+        tmp_path.mkdir(exist_ok=True)
         train = fake(tools / "train", f'echo "start $*" >>{tmp_path}/starts\n{training}')
         fake(tools / "gcloud", f'echo "$*" >>{tmp_path}/calls; [[ $2 != cp ]] || cat >&2')
         own = {"PATH": f"{tools}:{os.environ['PATH']}", "WORKDIR": str(tmp_path / "work")}
@@ -293,13 +459,12 @@ def test_sigterm_ends_the_back_off(tmp_path):
 
 def test_main_worker_mirrors_the_run(tmp_path):
     loop = Loop(tmp_path, "sleep 0.3")
-    loop.run(RUN_URL="gs://bucket/run", DATA_URL="gs://bucket/data", PUSH_SECONDS="0.1")
+    loop.run(RUN_URL="gs://bucket/run", PUSH_SECONDS="0.1")
     calls = loop.lines("calls")
     work = tmp_path / "work"
     pull = f"storage rsync gs://bucket/run/workdir {work} --recursive"
     left_out = "^checkpoints/|^run[.]lock$|[.]tmp$"
     push = f"storage rsync {work} gs://bucket/run/workdir --exclude={left_out} --recursive"
-    assert calls.index("storage rsync gs://bucket/data data --recursive") < calls.index(pull)
     assert calls.index(pull) < calls.index(push)
     assert calls.count(push) > 1  # while it trains, and at the end
     assert calls.count("storage cp - gs://bucket/run/state") == 2

@@ -18,6 +18,7 @@ from dapo_jax.checkpoints import fingerprint
 from dapo_jax.checkpoints.fingerprint import Parent
 from dapo_jax.checkpoints.store import DamagedError
 from dapo_jax.logs.files import LOCK, read_starts
+from dapo_jax.process import hosts
 from dapo_jax.report.runs import load_run
 from dapo_jax.setup import components, dry_run, policy
 from dapo_jax.setup import start as starts
@@ -244,3 +245,14 @@ def test_the_filter_keeps_what_its_rule_says_of_what_is_trained_on(rule):
     rollouts = Rollouts(groups, np.arange(0), np.array(expected), 0, 0, None)
     value_PG = train.reward(config, rollouts) if rule == "reward" else rollouts.correct_PG
     assert (value_PG.max(axis=1) > value_PG.min(axis=1)).tolist() == expected
+
+
+def test_a_start_says_for_how_long_it_compiles(tmp_path, monkeypatch, capsys):
+    """A log had no line for the minutes in which the update of a large model compiled."""
+    monkeypatch.setattr(hosts, "WAITING_SECONDS", 0.02)
+    monkeypatch.setattr("dapo_jax.logs.display.QUIET_SECONDS", 0.0)
+    with contextlib.ExitStack() as stack:
+        open_run(small_config(**{"learner.row_tokens": 320}), tmp_path, None, stack)
+    lines = capsys.readouterr().out.splitlines()
+    assert "  ... compiling the update, 0 s" in lines
+    assert "  ... compiling the sampler, 0 s" in lines

@@ -7,11 +7,11 @@ delays them. On a stop a save under way is finished first; a pending checkpoint 
 the newest snapshot is left out, since the seconds until the machine is gone are few.
 
 Of several processes the main one puts the step to save next into the key-value store, and all save
-that snapshot. A process is ahead of another by one snapshot at most, since a step begins with what
-all compute together: whoever keeps two has the one that is named, or soon will. Once a stop is
-under way it alone ends the process: the main thread, whose collectives fail when the first of the
-others is gone, waits for it. A process in which a grader or XLA raises asks the main one for the
-newest snapshot, and leaves when all is saved.
+that snapshot. A step begins with what all compute together, so none is ahead by more than one: the
+named one is among the two that each keeps, or soon will be. Once a stop is under way it alone ends
+the process: the main thread, whose collectives fail when the first of the others is gone, waits for
+it. A process in which a grader or XLA raises asks the main one for the newest snapshot, and leaves
+when all is saved.
 """
 
 import collections

@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 
 from dapo_jax import learner
 from dapo_jax.preflight.chips import chip_of
+from dapo_jax.process import hosts
 from dapo_jax.setup import components
 
 LIBTPU = pathlib.Path(sys.prefix) / "tpu" / "libtpu" / "libtpu.so"  # where make puts it
@@ -62,18 +63,18 @@ def lowered_programs(built: components.Programs) -> dict[str, jax.stages.Lowered
     config, ids = built.config, any_tokenizer(built.sizes.vocab_size)
     sampling = components.sampling(config, ids)
     streams = components.eval_streams(config, ids) if config.eval.every_steps else ()
-    with jax.set_mesh(built.mesh):
+    with jax.set_mesh(built.mesh), hosts.saying_seconds("tracing the sampler's programs", say):
         programs = {"reshard": built.reshard.lower(built.state.params, built.start_weights)}
         sampler = built.engine.lower(sampling, *(stream.sampling for stream in streams))
     by_size = sorted(sampler.items(), key=lambda item: item[0][2:])
     programs |= {kind: lowered for (kind, *_), lowered in by_size}
     row_tokens = learner.row_lengths(built.learning)[-1]
-    return built.lower_learner(row_tokens) | programs  # the longest compile first
+    with hosts.saying_seconds(f"tracing the update of rows of {row_tokens} tokens", say):
+        return built.lower_learner(row_tokens) | programs  # the longest compile first
 
 
 def compiled_programs(built: components.Programs) -> dict:
     """Compiles the config's programs in parallel, as `compiled` does each, and says how far."""
-    say("tracing the config's programs")
     lowered, workers = lowered_programs(built), os.cpu_count()
     say(f"{len(lowered)} programs to compile, {workers} at once; the update takes longest")
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:

@@ -39,7 +39,7 @@ COORDINATOR, PROCESSES, PROCESS = "DAPO_COORDINATOR", "DAPO_PROCESSES", "DAPO_PR
 # A process that has been silent for so long is taken for dead. JAX sends and counts heartbeats in
 # threads of C++, which neither a compilation nor a long hold of the interpreter's lock stops.
 HEARTBEAT_SECONDS = 12
-WAITING_SECONDS = 10.0  # between the lines of a process that waits for the others to start
+WAITING_SECONDS = 10.0  # between the lines of what takes long
 END = "end"  # key: how all processes end
 PARTING_SECONDS = 3.0  # for the store, which may be gone, and for others to read it before it is
 THREADS_SECONDS = 8.0  # for threads to end behind a command
@@ -100,8 +100,24 @@ def _cluster_of_environment() -> dict[str, Any]:
 
 
 @contextlib.contextmanager
+def saying_seconds(what: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Says every ten seconds for how long something has been going on."""
+    done, start = threading.Event(), time.monotonic()
+
+    def tell():
+        while not done.wait(WAITING_SECONDS):
+            say(f"{what}, {time.monotonic() - start:.0f} s")
+
+    threading.Thread(target=tell, name="waiting", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+
+
+@contextlib.contextmanager
 def _saying_what_is_waited_for(cluster: dict[str, Any]) -> Iterator[None]:
-    """Says every ten seconds whom this process waits for; ValueError where the port is taken.
+    """Says whom this process waits for; ValueError where the port is taken.
 
     JAX would say neither, and a taken port looks like a process that may come back.
     """
@@ -117,20 +133,13 @@ def _saying_what_is_waited_for(cluster: dict[str, Any]) -> Iterator[None]:
                 message = f"{COORDINATOR}={address}: that port is in use here; give another"
                 raise ValueError(message) from None
     who = f"{cluster.get('num_processes', 'all')} processes at {address or 'the pod'}"
-    done, start = threading.Event(), time.monotonic()
-
-    def say():
-        while not done.wait(WAITING_SECONDS):
-            _print(f"waiting for {who}, {time.monotonic() - start:.0f} s")
-
-    threading.Thread(target=say, name="waiting", daemon=True).start()
     # Ctrl-C would wait for JAX, whose library then aborts with its stack.
     handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        yield
+        with saying_seconds(f"waiting for {who}", _print):
+            yield
     finally:
         signal.signal(signal.SIGINT, handler)
-        done.set()
 
 
 def started() -> bool:

@@ -22,8 +22,8 @@ ROW_SCALARS = (
     *("active", "stream", "cursor", "sample", "token", "sampled", "limit", "prompt_tokens"),
     "reader",
 )
-# Of a group's samples on one shard of several, where a kernel attends and sharing a prompt saves
-# only its prefill: long responses come in groups, and all shards wait for the one that has most.
+# The most samples of a group on one of several shards, where a kernel attends. Sharing a prompt
+# saves only its prefill there, and a group of long responses would keep all shards waiting for one.
 SPREAD_READERS = 4
 WATERMARK_BLOCKS = 2  # blocks of growth for which admission leaves pages free
 SPARE_PROMPTS = 3  # prompts kept in pages, as a multiple of the fewest that fill the slots

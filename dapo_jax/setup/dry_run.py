@@ -28,10 +28,11 @@ SHOWN_CHARS = 1_000  # of a prompt
 def dry_run(config: ConfigDict, workdir: pathlib.Path, parent: Parent | None) -> None:
     """Refuses what a start in `workdir` would refuse before its weights, and reports the rest."""
     say = print if hosts.is_main_host() else lambda line: None
-    start.accept_and_fetch(config, training=True)
-    parent = hosts.on_main(lambda: fingerprint.parent_of(workdir, parent))
     directory, step, require = start.directory_of(config, workdir), None, fingerprint.require_parent
-    if hosts.on_main(directory.is_dir):
+    begun = hosts.on_main(directory.is_dir)
+    start.accept_and_fetch(config, training=True, weights=bool(begun or parent))
+    parent = hosts.on_main(lambda: fingerprint.parent_of(workdir, parent))
+    if begun:
         there = Checkpoints(directory, keep=None)
         step = there.latest_step()
     if step is not None:
@@ -41,8 +42,8 @@ def dry_run(config: ConfigDict, workdir: pathlib.Path, parent: Parent | None) ->
         there, step = start.parents_checkpoints(config, parent), parent.step
     run = start.plan_training(config, workdir, parent)
     config = run.config
-    if config.model.path:
-        hf.check_files(hub.local(config.model.path), run.programs.sizes, needed=True)
+    if path := config.model.path:
+        hf.check_files(hub.local(path), run.programs.sizes, needed=hub.local(path) == path)
     say("\n".join([*run.lines(), *example_lines(run.data, run.tokenizer)]))
     ours = fingerprint.of_run(config, run.data, parent)
     try:

@@ -109,14 +109,14 @@ class Run(Planned):
         return not partial or step % self.config.checkpoint.every_steps == 0
 
 
-def accept_and_fetch(config: ConfigDict, *unread: str, training: bool) -> None:
+def accept_and_fetch(config: ConfigDict, *unread: str, training: bool, weights=True) -> None:
     """Refuses a config that no run can have, or that processes differ in; fetches from the hub.
 
-    unread: how keys begin whose paths the command does not read.
+    unread: how keys begin whose paths the command does not read. weights: whether it reads them.
     """
     check(config, training=training)
     fingerprint.require_alike(hosts.gather(as_json(config)), config_differences)
-    hub.fetch(hub.paths(config, *unread))
+    hub.fetch(hub.paths(config, *unread), weights=weights)
 
 
 def check(config: ConfigDict, *, training: bool = True) -> None:
@@ -224,10 +224,10 @@ def open_run(
     training = Stream(key, components.sampling(config, planned.tokenizer))
     streams = (training, *(components.eval_streams(config, planned.tokenizer) if sets else ()))
     with watch("compile"):
-        say.phase("compiling the update")
-        of_learner = programs.compile_learner()
-        say.phase("compiling the sampler")
-        programs.engine.compile(*(stream.sampling for stream in streams))
+        with hosts.saying_seconds("compiling the update", say.phase):
+            of_learner = programs.compile_learner()
+        with hosts.saying_seconds("compiling the sampler", say.phase):
+            programs.engine.compile(*(stream.sampling for stream in streams))
     spent = watch.seconds()
     run = Run(
         **vars(planned),

@@ -26,6 +26,7 @@ SIZES = {
     "135": Qwen2Config(49_152, 576, 1_536, 30, 9, 3, 64, True),  # SmolLM2's
 }
 NO_STOP = 1 << 30
+MEDIAN, SPREAD = 142, 1.0  # of the CSV's quarters, and of their logarithms
 
 
 def origin() -> str:
@@ -98,7 +99,13 @@ def best_seconds(run, *, repeats: int) -> float:
 
 
 def real_lengths(path: str, count: int, longest: int) -> np.ndarray:
-    """Lengths of real responses, a quarter of each, cut at `longest` as training cuts them."""
+    """Lengths of real responses, a quarter of each, cut at `longest` as training cuts them.
+
+    path: a CSV with the column length_tokens; "": log-normal ones of its median and spread.
+    """
+    if not path:
+        drawn = np.random.default_rng(0).lognormal(np.log(MEDIAN), SPREAD, count)
+        return np.clip(np.round(drawn), 1, longest).astype(int)
     with pathlib.Path(path).open() as file:
         lengths = np.array([int(row["length_tokens"]) for row in csv.DictReader(file)])
     chosen = np.random.default_rng(0).choice(lengths, count, replace=False)

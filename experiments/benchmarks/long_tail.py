@@ -1,10 +1,10 @@
 """Rollouts of real response lengths, beside equal lengths and beside a static batch.
 
-    python -m experiments.benchmarks.long_tail --lengths=response_lengths.csv
+    python -m experiments.benchmarks.long_tail [--lengths=response_lengths.csv]
 
-512 requests whose lengths are sampled from the CSV (column length_tokens): a quarter of each, cut
-at 1,024 as a length limit cuts. Equal lengths have the same mean. A static batch has a request for
-each of the engine's slots, and the next one begins when the last of its requests has ended.
+512 requests of real lengths, or of ones drawn alike, cut at 1,024 as a length limit cuts. Equal
+lengths have the same mean. A static batch has a request for each of the engine's slots, and the
+next one begins when the last of its requests has ended.
 """
 
 import numpy as np
@@ -15,7 +15,7 @@ from experiments.benchmarks import common
 from sharding.mesh import split_cpu
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("lengths", None, "CSV of real response lengths.", required=True)
+flags.DEFINE_string("lengths", "", "CSV of real response lengths; '': drawn as those were.")
 flags.DEFINE_integer("rounds", 3, "Turns of every party; the best counts.")
 REQUESTS, SLOTS, GROUP, PROMPT, RESPONSE, PAGE = 512, 64, 8, 64, 1_024, 64
 

@@ -1,14 +1,13 @@
 """Sampling, the update and a whole RL step beside transformers with torch, on the same work.
 
-    python -m experiments.benchmarks.peers --peers=DIR --torch_python=... \
-        --lengths=response_lengths.csv
+    python -m experiments.benchmarks.peers --torch_python=runs/torch/bin/python
 
-8 prompts of 64 tokens x 8 responses, float32, random weights: all responses of 128 tokens, and
-lengths sampled from the CSV, a quarter of each, cut at --longest, to which the peer pads. Tokens
-are those of the responses. A step is sampling, the peer's log-probabilities of what it sampled
-(ours come with the samples), and one update of all 64 responses.
+8 prompts of 64 tokens x 8 responses, float32, random weights: all responses of 128 tokens, and real
+lengths, cut at --longest, to which the peer pads. Tokens are those of the responses. A step is
+sampling, the peer's log-probabilities of what it sampled (ours come with the samples), and one
+update of all 64 responses.
 
-DIR holds bench_torch.py, run by the Python of its own environment. The two take turns, --rounds
+The peer is torch_cpu.py, which says how its environment is made. The two take turns, --rounds
 times, each with the best of --repeats, and the best round of each counts.
 """
 
@@ -30,9 +29,8 @@ from experiments.benchmarks import common
 from sharding.mesh import split_cpu
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("peers", "", "Folder of the peer's script; '': only we run.")
-flags.DEFINE_string("torch_python", "python", "Of an environment with torch and transformers.")
-flags.DEFINE_string("lengths", None, "CSV of real response lengths.", required=True)
+flags.DEFINE_string("torch_python", "", "Of the peer's environment; '': only we run.")
+flags.DEFINE_string("lengths", "", "CSV of real response lengths; '': drawn as those were.")
 flags.DEFINE_list("sizes", ["1.25", "11.8"], "Millions of parameters; 135 is SmolLM2's size.")
 flags.DEFINE_list("work", ["equal", "real"], "Which lengths.")
 flags.DEFINE_integer("devices", 2, "Devices that the CPU is counted as, for us.")
@@ -86,15 +84,14 @@ def ours(size: str, length_PG: np.ndarray) -> Callable[[], dict[str, float]]:
 def theirs(size: str, new_tokens: int) -> dict[str, float]:
     """Takes a turn of the peer's, every response padded to so many tokens."""
     c = common.SIZES[size]
-    work = {"prompts": PROMPTS, "group": GROUP, "prompt-len": PROMPT, "new-tokens": new_tokens}
-    work |= {"layers": c.num_layers, "width": c.width, "heads": c.num_heads}
-    work |= {"kv": c.num_kv_heads, "mlp": c.mlp_width, "vocab": c.vocab_size}
-    command = [FLAGS.torch_python, str(pathlib.Path(FLAGS.peers) / "bench_torch.py")]
-    command += [f"--{k}={v}" for k, v in (work | {"iters": FLAGS.repeats}).items()]
-    run = subprocess.run(command, capture_output=True, text=True, check=True)
-    found = json.loads([line for line in run.stdout.splitlines() if line.startswith("{")][-1])
-    sampling = PROMPTS * GROUP * new_tokens / found["rollout_tokens_per_s"]
-    return {"sampling": sampling} | {part: found[f"{part}_best_s"] for part in PARTS[1:]}
+    work = {"prompts": PROMPTS, "group": GROUP, "prompt": PROMPT, "new_tokens": new_tokens}
+    work |= {"hidden_size": c.width, "intermediate_size": c.mlp_width, "repeats": FLAGS.repeats}
+    work |= {"num_hidden_layers": c.num_layers, "vocab_size": c.vocab_size}
+    work |= {"num_attention_heads": c.num_heads, "num_key_value_heads": c.num_kv_heads}
+    command = [FLAGS.torch_python, str(pathlib.Path(__file__).with_name("torch_cpu.py"))]
+    command += [f"--{key}={value}" for key, value in work.items()]
+    run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(run.stdout.splitlines()[-1])
 
 
 def main(_):
@@ -105,7 +102,7 @@ def main(_):
     for size, work in itertools.product(FLAGS.sizes, FLAGS.work):
         length_PG, padded = works[work], EQUAL if work == "equal" else FLAGS.longest
         parties = {"dapo_jax": ours(size, length_PG)}
-        if FLAGS.peers:
+        if FLAGS.torch_python:
             parties["transformers"] = functools.partial(theirs, size, padded)
         turns = {party: [] for party in parties}
         for party in list(parties) * FLAGS.rounds:

@@ -42,7 +42,8 @@ check() {
 load_settings() {
   local file=$1
   [[ -f $file ]] || fail "there are no settings at $file: copy launch.env.example there, or give --settings=FILE"
-  MODEL='' DATA=() EXTRA=() SLICES=1 SPOT=0 REVISION=HEAD POLL_SECONDS=${POLL_SECONDS:-60} RERUN_LIMIT=${RERUN_LIMIT:-5}
+  MODEL='' DATA=() EXTRA=() SLICES=1 SPOT=0 REVISION=HEAD CHECK=1 HF_TOKEN_SECRET=''
+  POLL_SECONDS=${POLL_SECONDS:-60} RERUN_LIMIT=${RERUN_LIMIT:-5} BABYSIT_KEEP_S=${BABYSIT_KEEP_S:-600}
   # shellcheck disable=SC1090
   source "$file"
 
@@ -56,6 +57,9 @@ load_settings() {
   check ACCELERATOR 'v[0-9]+[a-z]*-[0-9]+' "an accelerator type, as v6e-16"
   check SLICES '[1-9][0-9]*' "a number of slices"
   check SPOT '[01]' "0 or 1"
+  check CHECK '[01]' "0 or 1"
+  [[ -z $HF_TOKEN_SECRET ]] || check HF_TOKEN_SECRET '[a-zA-Z0-9_-]+' "the name of a secret of PROJECT"
+  ACCELERATOR=${ACCELERATOR/#v5e-/v5litepod-} # gcloud's name for what documents call v5e
 
   REGION=${ZONE%-*}
   RUNTIME=${RUNTIME:-$(documented_runtime)}
@@ -63,8 +67,11 @@ load_settings() {
   SERVICE_ACCOUNT=${SERVICE_ACCOUNT:-dapo-worker@$PROJECT.iam.gserviceaccount.com}
   run_url=gs://$BUCKET/$RUN
   data_url=gs://$BUCKET/inputs/data
-  model_url=$MODEL
-  [[ -z $MODEL || $MODEL =~ ^(gs|hf):// ]] || model_url=gs://$BUCKET/inputs/$(basename "$MODEL")
+  model_url=$MODEL model_here=$MODEL
+  if [[ -n $MODEL && ! $MODEL =~ ^(gs|hf):// ]]; then
+    model_url=gs://$BUCKET/inputs/$(basename "$MODEL") model_here=$(absolute "$MODEL")
+  fi
+  read_data
 
   train_flags=(
     --distributed
@@ -74,13 +81,67 @@ load_settings() {
   )
   [[ -z $model_url ]] || train_flags+=("--config.model.path=$model_url")
   ((SLICES == 1)) || train_flags+=("--config.mesh.slices=$SLICES")
-  train_flags+=("${EXTRA[@]}")
+  train_flags+=("${data_flags[@]}" "${EXTRA[@]}")
 
   # For all runs of the bucket: a program is found by what it is, not by its run.
   COMPILED=${COMPILED-gs://$BUCKET/compiled}
   worker_environment=("RUN_URL=$run_url" "WORKDIR=runs/$RUN" "JAX_COMPILATION_CACHE_DIR=$COMPILED")
-  ((${#DATA[@]} == 0)) || worker_environment+=("DATA_URL=$data_url")
+  token_version=projects/$PROJECT/secrets/$HF_TOKEN_SECRET/versions/latest
+  [[ -z $HF_TOKEN_SECRET ]] || worker_environment+=("HF_TOKEN_SECRET=$token_version")
   [[ -z ${LIBTPU_INIT_ARGS-} ]] || worker_environment+=("LIBTPU_INIT_ARGS=$LIBTPU_INIT_ARGS")
+}
+
+absolute() {
+  case $1 in /*) echo "$1" ;; *) echo "$PWD/$1" ;; esac
+}
+
+# Makes of DATA, whose entries are FILE (training's) or NAME=FILE (evaluation set NAME's), what is
+# copied (data_files), and the flags by which a worker reads it (data_flags), and this machine (data_here).
+read_data() {
+  local entry key file name keys=' ' names=' '
+  data_files=() data_flags=() data_here=()
+  for entry in "${DATA[@]}"; do
+    key=data.train file=$entry
+    if [[ $entry =~ ^([A-Za-z_][A-Za-z0-9_]*)=(.+)$ ]]; then key=eval.sets.${BASH_REMATCH[1]} file=${BASH_REMATCH[2]}; fi
+    name=$(basename "$file")
+    [[ $file != *://* ]] || fail "DATA: $file is no local file; EXTRA=(--config.$key.path=$file) reads it where it is"
+    [[ $keys != *" $key "* ]] || fail "DATA: $file is a second file of $key; NAME=FILE is evaluation set NAME's, and a quoted * stands for shards"
+    [[ $names != *" $name "* ]] || fail "DATA: there are two files named $name; rename one"
+    [[ " ${EXTRA[*]}" != *" --config.$key.path="* ]] || fail "DATA: $file is for $key, but EXTRA sets $key.path; leave one out"
+    keys+="$key " names+="$name "
+    data_files+=("$file")
+    data_flags+=("--config.$key.path=$data_url/$name")
+    data_here+=("--config.$key.path=$(absolute "$file")")
+  done
+}
+
+# Refuses, before there is a TPU, what a run would refuse: a dry run here, on as many devices of a CPU, with
+# the files that are here. As a worker it has the secret's token alone, and nothing that was downloaded before.
+check_config() {
+  local chips=${ACCELERATOR##*-} token='' home code=0
+  local train=("$root/.venv/bin/python" -m dapo_jax.train)
+  ((CHECK)) || return 0
+  case $ACCELERATOR in v4-* | v5p-*) chips=$((chips / 2)) ;; esac
+  [[ -z ${TRAIN-} ]] || read -ra train <<<"$TRAIN"
+  train+=(--dry_run "--config=$CONFIG" "--workdir=${TMPDIR:-/tmp}/dapo-$RUN-check" "--config.mesh.cpu_devices=$((chips * SLICES))")
+  [[ -z $MODEL ]] || train+=("--config.model.path=$model_here")
+  ((SLICES == 1)) || train+=("--config.mesh.slices=$SLICES")
+  train+=("${data_here[@]}" "${EXTRA[@]}")
+  print_command "${train[@]}"
+  ((!DRY_RUN)) || return 0
+  [[ -x ${train[0]} ]] || fail "there is no ${train[0]} to check the config with; \`make setup\` makes it, CHECK=0 does without"
+  if [[ -n $HF_TOKEN_SECRET ]]; then
+    token=$(gcloud secrets versions access "$token_version") || fail "HF_TOKEN_SECRET=$HF_TOKEN_SECRET could not be read"
+  fi
+  home=$(mktemp -d)
+  (
+    unset HF_HUB_CACHE HF_HUB_OFFLINE HF_TOKEN_PATH HUGGING_FACE_HUB_TOKEN
+    export HF_HOME=$home HF_TOKEN=$token JAX_PLATFORMS=cpu
+    cd "$root" && "${train[@]}"
+  ) || code=$?
+  rm -rf "$home"
+  ((code != 75)) || return 75 # the hub, or the storage, is away for a while
+  ((code == 0)) || fail "the run would end like this: mend it. HF_TOKEN_SECRET is for what is gated; CHECK=0 does without this check"
 }
 
 # https://cloud.google.com/tpu/docs/runtimes
@@ -104,7 +165,7 @@ stage_inputs() {
     execute gcloud storage rsync "$MODEL" "$model_url" --recursive
   fi
   if ((${#DATA[@]})); then
-    execute gcloud storage cp "${DATA[@]}" "$data_url/"
+    execute gcloud storage cp "${data_files[@]}" "$data_url/"
   fi
 }
 
@@ -120,6 +181,13 @@ grant_access() {
       "--member=serviceAccount:$SERVICE_ACCOUNT" "--role=roles/storage.$role"
   done
   grant_project "serviceAccount:$SERVICE_ACCOUNT" roles/logging.logWriter
+  if [[ -n $HF_TOKEN_SECRET ]]; then
+    execute gcloud services enable "--project=$PROJECT" secretmanager.googleapis.com
+    for member in "serviceAccount:$SERVICE_ACCOUNT" ${LAUNCHER:+"$LAUNCHER"}; do
+      execute gcloud secrets add-iam-policy-binding "$HF_TOKEN_SECRET" "--project=$PROJECT" \
+        "--member=$member" --role=roles/secretmanager.secretAccessor
+    done
+  fi
   [[ -n ${LAUNCHER-} ]] || return 0
   grant_project "$LAUNCHER" roles/tpu.admin
   execute gcloud storage buckets add-iam-policy-binding "gs://$BUCKET" "--member=$LAUNCHER" --role=roles/storage.objectUser

@@ -66,6 +66,7 @@ image() {
 # Nodes run as the service account, and pods on the host's network act as their node.
 cluster() {
   local slice spot=()
+  check_config
   ((SPOT == 0)) || spot=(--spot)
   execute gcloud container clusters create "$NAME" "--project=$PROJECT" "--location=$REGION" \
     "--node-locations=$ZONE" --num-nodes=1 "--service-account=$SERVICE_ACCOUNT"
@@ -189,6 +190,7 @@ on_cluster() {
 
 xpk-cluster() {
   local capacity=--on-demand
+  check_config
   ((SPOT == 0)) || capacity=--spot
   on_cluster cluster create "--tpu-type=$ACCELERATOR" "--num-slices=$SLICES" "$capacity"
 }

@@ -14,7 +14,7 @@ set -euo pipefail
 
 WORKDIR=${WORKDIR:-runs/worker}            # mirrored to RUN_URL by the main worker
 RUN_URL=${RUN_URL-}                        # gs://BUCKET/RUN; empty: nothing is mirrored
-DATA_URL=${DATA_URL-}                      # copied to data/ before the start
+HF_TOKEN_SECRET=${HF_TOKEN_SECRET-}        # a version in Secret Manager; the training gets what it holds
 LOGS=${LOGS:-$WORKDIR.logs}                # a file an attempt; `current` points to the newest
 KEEP_LOGS=${KEEP_LOGS:-20}
 RESTART=${RESTART:-1}                      # 0: one attempt (Kubernetes starts the next one)
@@ -38,7 +38,8 @@ main() {
   worker=$(worker_id)
   mkdir -p "$WORKDIR" "$LOGS"
   report running
-  pull || { say "the data or the mirror could not be read" && finish 1; }
+  pull || { say "the mirror could not be read" && finish 1; }
+  read_token || { say "the token of $HF_TOKEN_SECRET could not be read" && finish 1; }
 
   local crashes=0 lost=0 code started
   while true; do
@@ -141,13 +142,16 @@ new_log() {
 
 # A fresh VM goes on with the metrics of the one before it. The checkpoints are in the bucket anyway.
 pull() {
-  if [[ -n $DATA_URL ]]; then
-    mkdir -p data && gcloud storage rsync "$DATA_URL" data --recursive || return 1
-  fi
   # What is here already may be newer than its mirror.
   if mirrors && [[ ! -e $WORKDIR/metrics.jsonl ]] && gcloud storage ls "$RUN_URL/workdir/" >/dev/null 2>&1; then
     gcloud storage rsync "$RUN_URL/workdir" "$WORKDIR" --recursive
   fi
+}
+
+# In the environment alone: commands, logs and the bucket have the secret's name.
+read_token() {
+  [[ -n $HF_TOKEN_SECRET ]] || return 0
+  HF_TOKEN=$(gcloud secrets versions access "$HF_TOKEN_SECRET") && export HF_TOKEN
 }
 
 # Not the lock: the next VM would watch for 20 s whether the run of this one, of another name, lives.

@@ -11,7 +11,7 @@ tpu_vm.sh [--dry-run] [--settings=FILE] COMMAND       (--dry-run, or DRY_RUN=1: 
 
   iam       once: APIs, service account, bucket, roles
   stage     source, model and data to the bucket
-  create    ask for the TPUs
+  create    check the config by a dry run here, and ask for the TPUs
   setup     install on all workers
   run       start the restart loop on all workers
   status    of the queued resource, the loops and the run
@@ -33,6 +33,10 @@ on_all_workers() {
 }
 
 create() {
+  check_config && ask
+}
+
+ask() {
   local flags=("--accelerator-type=$ACCELERATOR" "--runtime-version=$RUNTIME" "--service-account=$SERVICE_ACCOUNT")
   if ((SLICES > 1)); then
     flags+=("--node-count=$SLICES" "--node-prefix=$NAME")
@@ -41,6 +45,7 @@ create() {
   fi
   ((SPOT == 0)) || flags+=(--spot)
   [[ -z ${VALID_UNTIL-} ]] || flags+=("--valid-until-duration=$VALID_UNTIL")
+  [[ -z $HF_TOKEN_SECRET ]] || flags+=(--scopes=https://www.googleapis.com/auth/cloud-platform)
   forget_state
   queued_resources create "${flags[@]}"
 }
@@ -59,7 +64,7 @@ setup() {
     "gcloud storage cat $run_url/source.tar.gz | tar xz" \
     'python3 -m pip install --quiet --user uv' \
     'python3 -m uv python install 3.12' \
-    'make setup PYTHON="$(python3 -m uv python find 3.12)"' \
+    'PIP_QUIET=1 make setup PYTHON="$(python3 -m uv python find 3.12)"' \
     '.venv/bin/pip install --quiet -r requirements.txt "jax[tpu]"')"
 }
 
@@ -113,7 +118,7 @@ print_lines() {
 
 babysit() {
   if ((DRY_RUN)); then
-    local example
+    local example began=0
     for example in ABSENT WAITING_FOR_RESOURCES ACTIVE "ACTIVE running" "SUSPENDED running" "FAILED" \
       "ACTIVE exited 75" "ACTIVE exited 134" "ACTIVE exited 0" "ACTIVE exited 1"; do
       echo "# $example"
@@ -138,14 +143,19 @@ babysit() {
   done
 }
 
+checked=
+began=      # when this babysit started the run
+keep_until= # when what ended early is given back
+EARLY_SECONDS=${EARLY_SECONDS:-600} # an error before that is one of settings
+
 # react RESOURCE-STATE [running | exited CODE]: one step towards the end of the run. A step that fails
 # (a worker that is not up yet, a preemption in the midst of it) is taken again at the next look.
 react() {
   case "$*" in
-    ABSENT*) create ;;
+    ABSENT*) { [[ -n $checked ]] || check_config; } && checked=1 && ask ;;
     SUSPENDED* | FAILED*) delete && forget_state ;;
-    ACTIVE) setup && run ;;
-    "ACTIVE running") ! main_worker_is_new || rerun ;;
+    ACTIVE) setup && run && began=$SECONDS ;;
+    "ACTIVE running") keep_until='' && { ! main_worker_is_new || rerun; } ;;
     "ACTIVE exited 75") rerun ;;
     "ACTIVE exited "*) ended "$3" ;;
     *) ;; # not granted yet, or on its way out
@@ -165,7 +175,7 @@ main_worker_is_new() {
 }
 
 rerun() {
-  stop && setup && run
+  stop && setup && run && began=$SECONDS
 }
 
 # Crashes that wore out a loop's patience may be a peer's that was replaced: a few more tries.
@@ -174,9 +184,24 @@ ended() {
   if (($1 >= 128 && reruns < RERUN_LIMIT)); then
     reruns=$((reruns + 1))
     rerun
-  else
+  elif (($1 == 0 || $1 >= 128)) || ! keep "$1"; then
     delete && exit "$1"
   fi
+}
+
+# An error in the settings shows within minutes, and what was waited for may be used by a mended run.
+keep() {
+  if [[ -z $began ]]; then # an earlier babysit's end: the settings may be mended
+    rerun
+    return 0
+  fi
+  if [[ -z $keep_until ]]; then
+    ((SECONDS - began < EARLY_SECONDS)) || return 1
+    keep_until=$((SECONDS + BABYSIT_KEEP_S))
+    echo "# the run ended with code $1; $NAME is kept for $BABYSIT_KEEP_S s: end this babysit, mend the settings, \`stage\` what \
+changed, and babysit again"
+  fi
+  ((SECONDS < keep_until))
 }
 
 start "$@"
