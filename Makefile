@@ -55,7 +55,7 @@ preflight: setup $(if $(filter v% tpu%,$(TOPOLOGY)),$(TPU_COMPILER),$(GPU_COMPIL
 	.venv/bin/python -m dapo_jax.preflight --config=$(CONFIG) --topology=$(TOPOLOGY) $(ARGS)
 	.venv/bin/python -m experiments.preflight.estimate --config=$(CONFIG) --topology=$(TOPOLOGY) $(ARGS)
 
-preflight-all: setup $(TPU_COMPILER)
+preflight-all: setup $(TPU_COMPILER) $(GPU_COMPILER)
 	.venv/bin/python -m experiments.preflight.all $(ARGS)
 
 faults: setup
