@@ -40,7 +40,9 @@ CASES = (
     ("gpu_node", "h100:8", 1, {"model.preset": "32b", "mesh.model": 8, "learner.lora_rank": 32}),
     (*("gpu_node", "h200:8", 1), {"model.preset": "32b", "mesh.model": 8} | SHORTER),
     ("gpu_node", "a100:8", 1, {}),
+    ("gpu_node", "a100-40:8", 1, {}),
     ("gpu_node", "rtx4090:2", 1, {"model.preset": "1.5b"} | SHORTER),
+    ("gpu_node", "rtx4090:1", 1, {"model.preset": "0.5b"} | SHORTER),
 )
 HEADER = ("config", "topology", "beside the config", "chips", "GiB sampling and update", "free")
 
