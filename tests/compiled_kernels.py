@@ -15,36 +15,15 @@ import sys
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
-from processes import ROOT
 
 from dapo_jax.preflight.compile import topology_devices
 from models.kernels import KERNELS, xla
 from models.transformer import segment_positions
 from sharding.mesh import make_mesh
 
-# Here the plugin with the GPU's compiler may be: jax-cuda13-plugin and jax-cuda13-pjrt of JAX's
-# version, nvidia-cuda-nvcc and nvidia-nvvm, by pip install --no-deps --target .venv/cuda.
-PLUGIN = ROOT / ".venv" / "cuda"
-# Compute capability and the shared memory that a block may ask for, in bytes, of GPUs that are not
-# there: H100, A100 and RTX 4090, which has the least that any Ampere or Ada has.
-GPUS = ((9, 0, 232_448), (8, 0, 166_912), (8, 9, 101_376))
-# What XLA asks of them; the rest is an H100's.
-TARGET = """
-platform_name: "CUDA"
-gpu_device_info {
-  cuda_compute_capability { major: %d minor: %d }
-  threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
-  shared_memory_per_block: 49152 shared_memory_per_block_optin: %d
-  shared_memory_per_core: 233472 registers_per_block_limit: 65536 registers_per_core_limit: 65536
-  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98 l2_cache_size: 52428800
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: 3352320000000 device_memory_size: 84929347584
-}
-runtime_version { major: 13 }
-dnn_version_info { major: 9 }
-"""
+# H100, A100 and RTX 4090, whose blocks have the least shared memory of any Ampere or Ada.
+GPUS = ("h100", "a100", "rtx4090")
 HALF, WHOLE = jnp.bfloat16, jnp.float32
 # Heads, key heads and head size on a device, tokens of a row or page, dtype. Qwen2.5 0.5B and 1.5B,
 # in float32 SmolLM2 and 32B, and Gemma 3; on a TPU 0.5B, and 32B split 8 and 4 ways.
@@ -153,10 +132,8 @@ def meshes(what: str, target: str):
         ways = 1 if what == "rows" else 2
         yield make_mesh(data=ways, model=ways, devices=chips[: ways**2])
         return
-    for sizes in GPUS:
-        how = {"target_config": TARGET % sizes, "topology": "1x1x1"}
-        devices = topologies.get_topology_desc(platform="cuda", **how).devices
-        yield make_mesh(data=1, model=1, devices=devices)
+    for gpu in GPUS:
+        yield make_mesh(data=1, model=1, devices=topology_devices(f"{gpu}:1", slices=1))
 
 
 def main(target: str, *kinds: str) -> None:

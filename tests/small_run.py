@@ -29,7 +29,7 @@ def main(workdir: str, start: str = "", settings: str = "{}") -> None:
     cache.PARTS = ((1, 1),)  # one program for decoding
     devices = max(2, int(os.environ.get(hosts.PROCESSES, "1")))
     config = small(**KEYS | {"mesh.cpu_devices": devices} | json.loads(settings))
-    hosts.start(several=hosts.PROCESSES in os.environ, cpu_devices=devices)
+    hosts.start(several=hosts.PROCESSES in os.environ, cpu_devices=config.mesh.cpu_devices)
     try:
         with hosts.ending_when_a_peer_is_lost():
             parent = Parent.parse(start) if start else None

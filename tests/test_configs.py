@@ -12,7 +12,7 @@ from dapo_jax.setup import checks, components
 
 SIZES = ("0_5b", "1_5b", "3b", "7b", "14b", "32b")
 CONFIGS = ("tiny", "forks", *(f"qwen2_5_{size}" for size in SIZES), "qwen3_8b", "qwen3_32b")
-CONFIGS += ("gemma3_1b", "gemma3_4b")
+CONFIGS += ("gemma3_1b", "gemma3_4b", "gpu_node")
 
 
 def config_of(name: str, preset: str = ""):

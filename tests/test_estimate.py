@@ -5,12 +5,12 @@ import re
 
 import numpy as np
 import pytest
-from processes import ran
+from processes import ROOT, ran
 
 from configs import qwen2_5_0_5b
-from dapo_jax.preflight.chips import Chip
+from dapo_jax.preflight.chips import CHIPS, Chip
 from dapo_jax.sampler.cache import Cache
-from experiments.preflight import estimate
+from experiments.preflight import estimate, published
 from experiments.preflight.estimate import Device
 from models.qwen2 import Qwen2Config
 from models.qwen3_moe import Qwen3MoeConfig
@@ -36,6 +36,74 @@ def test_flop_and_bytes_of_a_tiny_model(tied):
     half = Device(CHIP, Qwen2Config(*SIZES[:5], 2, 2, tie_embeddings=tied), model_degree=2)
     whole = dataclasses.replace(half, model_degree=1)
     assert half.decode_seconds(3, 5) == pytest.approx(whole.decode_seconds(3, 5) / 2)
+
+
+def test_what_a_nodes_links_carry():
+    """Of 4 devices two share a copy of the weights, so halves go to the other one.
+
+    Weights are gathered twice as 2 bytes, and gradients scattered as 4, by each micro-batch; a
+    token's 4 numbers in two layers cross 11 times in an update, and 2 times there and back in
+    decoding.
+    """
+    node = dataclasses.replace(CHIP, link_rate=5.0)
+    device = Device(node, Qwen2Config(*SIZES[:5], 2, 2, tie_embeddings=True), model_degree=2)
+    weights, activations = 8 * device.weights / 2 / 2, 4 * 2 * 2 / 2
+    whole = 3 * weights + 11 * 7 * activations
+    assert device.exchange_seconds(3, 7, data=2) == pytest.approx(whole / 5)
+    lora = dataclasses.replace(device, lora=True)
+    assert lora.exchange_seconds(3, 0, data=2) == pytest.approx(3 * weights / 2 / 5)
+    alone = dataclasses.replace(device, chip=CHIP)
+    assert alone.exchange_seconds(3, 7, data=2) == 0
+    sums = device.decode_seconds(3, 0) - alone.decode_seconds(3, 0)
+    assert sums == pytest.approx(2 * 2 * 3 * activations / 5)
+
+
+def test_the_state_of_a_run_is_that_of_the_papers():
+    """A third of the groups is informative where the record took its second batch: step 81."""
+    assert estimate.course_at(0) == (740 / 20_480, 0.5, 0)
+    tokens, informative, right = estimate.course_at(80 / 330)
+    assert (tokens, right) == pytest.approx((1_550 / 20_480, 0.29))
+    assert informative == pytest.approx(0.5 - 0.3 * 0.29 / 0.51)
+    assert estimate.course_at(1)[1:] == pytest.approx((0.2, 0.51))
+    assert estimate.over_run(np.array(estimate.POINTS)) == pytest.approx(0.5)
+    took = published.batches_at(np.array([10, 75, 90, 330]), 512)
+    assert took.tolist() == [1, 1, 2, 2]
+
+
+def test_groups_that_are_all_right_take_less_to_sample_and_are_not_trained_on():
+    """Of 128 groups half is sampled only; all right, they have 0.54 of the tokens."""
+    config = qwen2_5_0_5b.get_config()
+    sizes = {"num_prompts": 64, "group_size": 4, "max_response_tokens": 256, "cache_mib": 192}
+    config.rollout.update(sizes)
+    config.model.path, config.updates_per_step = "", 2
+    mesh, chip = estimate.mesh_of(config, "v5e:1x1"), CHIPS["v5e"]
+    how = {"mean": 100, "informative": 0.5}
+    wrong, right = (
+        estimate.step_seconds(config, chip, mesh, **how, all_right=share) for share in (0.0, 0.5)
+    )
+    assert 0.5 < right[0] / wrong[0] < 0.95
+    assert right[2] == pytest.approx(wrong[2], rel=0.2)
+    assert right[3] == wrong[3] == 0
+
+
+def test_one_efficiency_predicts_what_it_was_not_fitted_to():
+    clock_N = np.array([10.0, 20.0, 40.0, 80.0])
+    fitted_N = np.array([True, True, False, False])
+    exact = published.prediction(clock_N / 4, clock_N, fitted_N)
+    assert exact == pytest.approx((0.25, 0, 0))
+    off = published.prediction(np.array([5.0, 10.0, 30.0, 20.0]), clock_N, fitted_N)
+    assert off == pytest.approx((0.5, 0.5, 100 / 120 - 1))
+
+
+@pytest.mark.slow
+def test_the_page_has_what_the_published_run_is_priced_at():
+    said = ran("-m", "experiments.preflight.published").stdout
+    hours, ratios = re.search(r"steps: (\d+ to \d+); .* (0\.\d+ to 0\.\d+) times", said).groups()
+    page = (ROOT / "experiments" / "preflight" / "README.md").read_text()
+    assert hours in page and ratios in page
+    efficiencies = re.findall(r"^(?:sampling|updates): (\d+)\.", said, re.M)
+    errors = re.findall(r"predicted (\d+)% off", said)
+    assert all(f"{number} %" in page for number in (*efficiencies, *errors))
 
 
 def test_a_token_is_multiplied_with_its_own_experts():
@@ -101,6 +169,7 @@ def test_a_step_reads_the_prompt_and_what_is_sampled():
         ("tpu7x:2x2x1", {"data": 4, "model": 2}, (1, 4, 2)),  # two devices a chip
         ("v5e:2x4", {"model": 3}, r"mesh.model = 3 do not cover the 8 devices of --topology=v5e"),
         ("v5e:2xa", {}, r"--topology=v5e:2xa: give the chips along each axis, as in v5p:8x8x4"),
+        ("h100:8", {"model": 4}, (1, 2, 4)),
         ("v9:2x2", {}, r"--topology=v9:2x2: there are v4, v5e, v5p, v6e, tpu7x"),
     ],
 )
@@ -119,11 +188,13 @@ def test_the_command_prints_a_table_and_what_it_leaves_out():
     flags = [*(f"--config.rollout.{it}" for it in small), "--config.algo.overlong_cache_tokens=64"]
     command = ("-m", "experiments.preflight.estimate", "--config=configs/qwen2_5_0_5b.py")
     done = ran(*command, "--topology=v5e:2x2", *flags, "--decode=0.01", "--update=0.02")
-    lines = re.findall(r"^(\w+) +([\d.]+) +([\d.]+)$", done.stdout, re.M)
+    lines = re.findall(r"^(\w+) +([\d.]+) +([\d.]+)  ", done.stdout, re.M)
     low, high = ({name: float(ends[i]) for name, *ends in lines} for i in (0, 1))
     for seconds in (low, high):
-        assert list(seconds) == ["rollout", "update", "step"]
+        assert list(seconds) == ["rollout", "update", "step", "hours"]
+        assert seconds["hours"] == pytest.approx(300 * seconds["step"] / 3_600, abs=0.06)
         assert seconds["step"] == pytest.approx(seconds["rollout"] + seconds["update"], abs=0.11)
     assert all(0 < low[name] <= high[name] for name in low)
     assert "left out: exchanges between chips" in done.stdout
     assert "decoding has\n(0.01, 0.01), the rest (0.02, 0.02)" in done.stdout
+    assert "responses of 9 tokens at first, 57 at the end" in done.stdout

@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiled_kernels import HALF, HEADS, PLUGIN, WHOLE, an_h100, of_an_h100
+from compiled_kernels import GPUS, HALF, HEADS, WHOLE, an_h100, of_an_h100
 from engines import by_request, programs, step
 from flax import nnx
 from jax.experimental.pallas import tpu as pltpu
 from processes import ROOT, ran
 from quick import jit
 
-from dapo_jax.preflight.compile import LIBTPU
+from dapo_jax.preflight.compile import CUDA, LIBTPU
 from models.kernels import KERNELS, flash_gpu, kernels_for, packed, paged_gpu, paged_tpu, splash_tpu
 from models.kernels.xla import PageTable, attention, near_attention, page_order
 from models.precision import Weights
@@ -482,9 +482,9 @@ def test_what_only_a_gpu_would_round_or_overflow(make, monkeypatch, capsys):
     assert sum("xi64>" in program for program in programs) == 2  # not `combine`
 
 
-def compiled(target, *kinds, path, **environment):
+def compiled(target, *kinds, **environment):
     """(bytes of queries or of a pool, the program's own, TPU kernels, split ones) of each heads."""
-    environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT}:{path}"}
+    environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     done = ran(ROOT / "tests" / "compiled_kernels.py", target, *kinds, **environment)
     return [tuple(map(int, line.split()[-4:])) for line in done.stdout.splitlines()]
 
@@ -493,7 +493,7 @@ def compiled(target, *kinds, path, **environment):
 @pytest.mark.parametrize("tpu", ["v5p:2x2x1", pytest.param("v5e:2x2", marks=pytest.mark.slow)])
 def test_a_tpus_kernels_compile(tpu):
     """VMEM holds blocks of their real size, and the program's own memory holds no pool's copy."""
-    (*_, calls, split), *pages = compiled(tpu, "rows", "pages", path="")
+    (*_, calls, split), *pages = compiled(tpu, "rows", "pages")
     assert (calls, split) == (2, 2 if tpu.startswith("v5p") else 1)
     assert len(pages) == len(HEADS["pages", "tpu"])
     assert all(own < size / 8 and calls >= 6 for size, own, calls, _ in pages), pages
@@ -501,15 +501,16 @@ def test_a_tpus_kernels_compile(tpu):
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    not PLUGIN.is_dir() or jax.__version_info__ >= (0, 11),
-    reason=f"needs the GPU's compiler in {PLUGIN}, and JAX 0.10, which does not look for a GPU",
+    not CUDA.is_dir() or jax.__version_info__ >= (0, 11),
+    reason="needs the GPU's compiler, `make preflight TOPOLOGY=h100:1`, and JAX 0.10, which does "
+    "not look for a GPU",
 )
 @pytest.mark.parametrize(("what", "most"), [("rows", 12), ("pages", 1 / 4)])
 def test_a_gpus_kernels_compile(what, most):
     """Tiles fit on the chip and in registers; memory is linear in the row and holds no pool."""
     no_spills = "--xla_gpu_fail_ptx_compilation_on_register_spilling=true" if what == "rows" else ""
-    lines = compiled("gpu", what, path=PLUGIN, XLA_FLAGS=no_spills)
-    assert len(lines) == 3 * len(HEADS[what, "gpu"])
+    lines = compiled("gpu", what, XLA_FLAGS=no_spills)
+    assert len(lines) == len(GPUS) * len(HEADS[what, "gpu"])
     assert all(own < most * size for size, own, *_ in lines), lines
 
 

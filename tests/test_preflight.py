@@ -1,4 +1,4 @@
-"""A config through the real TPU compiler, and the messages where one does not fit."""
+"""A config through the real compilers of TPUs and GPUs, and what is said where one does not fit."""
 
 import contextlib
 import types
@@ -12,8 +12,8 @@ from clu.parameter_overview import count_parameters
 from configs import base, qwen2_5_0_5b
 from dapo_jax.preflight import __main__ as preflight
 from dapo_jax.preflight import examine
-from dapo_jax.preflight.chips import GIB
-from dapo_jax.preflight.compile import LIBTPU, compiled, topology_devices
+from dapo_jax.preflight.chips import GIB, chip_of
+from dapo_jax.preflight.compile import CUDA, LIBTPU, compiled, topology_devices
 from dapo_jax.setup import components
 from dapo_jax.setup.dry_run import device_bytes
 from models.qwen2 import PRESETS, Qwen2Config
@@ -21,6 +21,9 @@ from models.transformer import abstract_params
 
 needs_compiler = pytest.mark.skipif(
     not LIBTPU.exists(), reason="needs the TPU's compiler: `make preflight`"
+)
+needs_gpu_compiler = pytest.mark.skipif(
+    not CUDA.exists(), reason="needs the GPU's compiler: `make preflight TOPOLOGY=h100:8`"
 )
 # A model of two small layers, with biases, grouped heads and tied embeddings as the 0.5B has them.
 SMALL = Qwen2Config(4_096, 512, 2_048, 2, 8, 2, 64, tie_embeddings=True)
@@ -39,23 +42,33 @@ SMALL_SETTINGS = {
 
 
 def program(arguments, temporaries):
-    """Stands for XLA's analysis of a program's memory."""
+    """Stands for what the compiler says of a program: two kernels, and 3 GiB in 9 collectives."""
     sizes = {"argument_size_in_bytes": arguments, "temp_size_in_bytes": temporaries}
-    return types.SimpleNamespace(**sizes)
+    return types.SimpleNamespace(**sizes), 2, 9, 3 * GIB
 
 
-@needs_compiler
 @pytest.mark.slow
-def test_a_recipe_that_fits_its_slice(monkeypatch, request):
-    """Arguments are known by arithmetic; the compiler's temporaries must fit."""
+@pytest.mark.parametrize(
+    ("topology", "model"),
+    [
+        pytest.param("v5e:2x2", 1, marks=needs_compiler),
+        pytest.param("h100:8", 2, marks=needs_gpu_compiler),
+    ],
+)
+def test_a_recipe_that_fits(monkeypatch, request, topology, model):
+    """Arguments are known by arithmetic; the compiler's temporaries must fit.
+
+    Attention in rows and pages is ours, not plain XLA's; and the sampler's weights are what they
+    are gathered to, but for the head's copy, from parts of every data shard.
+    """
     recipe = qwen2_5_0_5b.get_config()
-    recipe.update_from_flattened_dict(SMALL_SETTINGS)
+    recipe.update_from_flattened_dict(SMALL_SETTINGS | {"mesh.model": model})
     monkeypatch.setitem(PRESETS, "0.5b", SMALL)
     effort = "jax_exec_time_optimization_effort"  # a third of the seconds; JAX 0.12 has none
     if effort in jax.config.values:
         jax.config.update(effort, -1.0)
         request.addfinalizer(lambda: jax.config.update(effort, 0.0))
-    found = examine.examine(recipe, "v5e:2x2", slices=None)
+    found = examine.examine(recipe, topology, slices=None)
     assert found.headroom >= examine.WANTED_HEADROOM
     parameters = count_parameters(abstract_params(SMALL)[1])
     needed = {"reshard", "prefill", "decode", "old_logp", "update"}
@@ -63,8 +76,19 @@ def test_a_recipe_that_fits_its_slice(monkeypatch, request):
     phase = found.phases["decode"]
     assert phase["state"] == pytest.approx(12 * parameters / found.chips, rel=0.01)
     head = 2 * SMALL.vocab_size * SMALL.width  # the sampler's copy of the tied embedding
-    assert phase["sampler's weights"] == pytest.approx(2 * parameters + head, rel=0.01)
+    assert phase["sampler's weights"] == pytest.approx((2 * parameters + head) / model, rel=0.01)
     assert phase["keys and values"] <= recipe.rollout.cache_mib * 2**20
+    assert all(found.calls[name][0] > 0 for name in ("update", "old_logp", "decode"))
+    assert found.calls["reshard"][2] == pytest.approx(2 * parameters / model, rel=0.01)
+
+
+@pytest.mark.parametrize(("share", "gib"), [(None, 0.75 * 79.1), ("0.92", 0.92 * 79.1)])
+def test_of_a_gpus_memory_jax_takes_a_share(monkeypatch, share, gib):
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    if share:
+        monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", share)
+    assert chip_of("h100:8").hbm_bytes == pytest.approx(gib * GIB)
+    assert chip_of("v5e:2x2").hbm_bytes == 15.75 * GIB
 
 
 @needs_compiler
@@ -81,6 +105,7 @@ def test_a_program_that_needs_more_than_there_is_does_not_fit():
     ("gib", "status", "words"),
     [
         (1.0, 0, "1 chips of v5e, mesh "),
+        (1.0, 0, "update                2 kernels of ours; 9 collectives exchange 3.000 GiB"),
         (15.0, 0, "less than 10% is free: lower learner.micro_batch_rows"),
         (16.0, 1, "it does not fit"),
         (None, 1, "it does not fit: update: 17.2G\nlower learner.micro_batch_rows"),

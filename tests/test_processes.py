@@ -19,6 +19,7 @@ from bucket import bucket, flip, folders
 from processes import ran, started, wait_for
 from runs import SCHEDULE, digests, responses, rows_without_timings
 
+from configs import base, gpu_node
 from dapo_jax.convert import convert
 from dapo_jax.logs.metrics import DIGESTS, TOKENS, VERDICTS
 from dapo_jax.process import hosts
@@ -94,6 +95,26 @@ def test_four_processes_go_on_with_the_checkpoint_of_one(tmp_path, two_devices):
         shutil.rmtree(four / "checkpoints" / str(step))
     run(four, processes=4)
     assert_same_run(four, two_devices, except_for=SCHEDULE)
+
+
+@pytest.mark.parametrize("model", [1, 2])
+def test_a_box_of_eight_devices_resumes_bitwise(tmp_path, model):
+    """A mesh of data 8, or of data 4 and model 2; the start chooses sizes, as in gpu_node.py."""
+    node = dict(base.leaves(gpu_node.get_config()))
+    chosen = ("rollout.slot_tokens", "rollout.cache_mib", "learner.row_tokens")
+    box = {key: node[key] for key in (*chosen, "learner.micro_batch_rows")}
+    assert not any(box.values())
+    box |= {"mesh.cpu_devices": 8, "mesh.model": model, "eval.every_steps": 0, "num_steps": 2}
+    box |= {"algo.dynamic_sampling": False}
+    whole = run(tmp_path / "whole", **box)
+    assert f"data {8 // model}, model {model}" in (whole / "logs" / "1_0.txt").read_text()
+    resumed = shutil.copytree(whole, tmp_path / "resumed")
+    shutil.rmtree(resumed / "checkpoints" / "2")
+    (resumed / "metrics.jsonl").unlink()  # it would say that the run is finished
+    run(resumed, **box)
+    assert "resuming after 1 steps" in (resumed / "logs" / "1_0.txt").read_text()
+    assert rows_without_timings(resumed) == rows_without_timings(whole)
+    assert digests(resumed, 2) == digests(whole, 2)
 
 
 @pytest.mark.slow

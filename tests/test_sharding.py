@@ -21,6 +21,7 @@ from models import qwen2
 from models.parameters import param_axes
 from models.transformer import abstract_params
 from sharding import rules
+from sharding.collectives import exchanged
 from sharding.mesh import AXES, make_mesh
 
 MESHES = [(2, 2, 1), (1, 2, 2)]  # (slices, data, model)
@@ -31,6 +32,24 @@ STREAMS = (
     Stream(RUN_KEY, SAMPLING),
     Stream(jax.random.key(12), dataclasses.replace(SAMPLING, temperature=1.0, top_p=0.7, top_k=8)),
 )
+
+
+ASYNCHRONOUS = """HloModule step
+
+%turn (p: (bf16[64], f32[8])) -> (bf16[64], f32[8]) {
+  %s = ((f32[16,8]{1,0}, f32[16]{0}), (f32[8,8]{1,0}, f32[8]{0})) reduce-scatter-start(%a, %b)
+  %d = (f32[8,8]{1,0}, f32[8]{0}) reduce-scatter-done(%s)
+}
+
+ENTRY %main (p: bf16[64]) -> bf16[64] {
+  %g = (bf16[64]{0}, bf16[128]{0}) all-gather-start(%p), dimensions={0}
+  %w = (bf16[64], f32[8]) while(%t), body=%turn, backend_config={"known_trip_count":{"n":"3"}}
+  ROOT %r = pred[10]{0} all-reduce-start(%q), to_apply=%or
+}
+
+%or (x: pred[], y: pred[]) -> pred[] {
+}
+"""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -182,3 +201,22 @@ def test_kv_heads_replicate_where_the_model_degree_exceeds_them_and_other_axes_m
         rules.named_sharding(by_model, ("heads",), (14,), rules.LEARNER)
     with pytest.raises(ValueError, match=r"width axis of 30 .*mesh.data = 4; .* that divides 30"):
         rules.named_sharding(by_data, ("width",), (30,), rules.LEARNER)
+
+
+def test_bytes_of_collectives_are_those_of_whole_arrays_in_each_turn_of_a_loop():
+    """Two devices: 24 numbers are gathered, and in each of 5 turns 12 are added up everywhere.
+
+    As a GPU's text has it: 128 of 2 bytes are gathered, 3 times sums of 16 x 8 and 16 numbers of 4
+    bytes are scattered, and 10 of a byte go to all.
+    """
+
+    def run(x_N):
+        whole_N = jax.lax.all_gather(x_N, "data", tiled=True)
+        step = lambda _, y_N: jax.lax.psum(jnp.sin(y_N), "data")  # noqa: E731
+        return whole_N, jax.lax.fori_loop(0, 5, step, x_N)
+
+    mesh, parts = make_mesh(data=2, model=1, devices=jax.devices()[:2]), PartitionSpec("data")
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=parts, out_specs=parts, check_vma=False)
+    compiled = jax.jit(mapped).lower(jnp.zeros(24)).compile()
+    assert exchanged(compiled.as_text()) == (1 + 5, 24 * 4 + 5 * 2 * 12 * 4)
+    assert exchanged(ASYNCHRONOUS) == (1 + 3 + 1, 256 + 3 * 4 * (16 * 8 + 16) + 2 * 10)

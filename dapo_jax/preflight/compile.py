@@ -1,8 +1,9 @@
-"""Compiles a config's own programs ahead of time, for TPUs that are not there."""
+"""Compiles a config's own programs ahead of time, for TPUs and GPUs that are not there."""
 
 import concurrent.futures
 import os
 import pathlib
+import re
 import sys
 import types
 
@@ -11,11 +12,23 @@ from jax.experimental import topologies
 from ml_collections import ConfigDict
 
 from dapo_jax import learner
-from dapo_jax.preflight.chips import chip_of
+from dapo_jax.preflight.chips import CHIPS, chip_of
 from dapo_jax.process import hosts
 from dapo_jax.setup import components
+from sharding.collectives import exchanged
 
-LIBTPU = pathlib.Path(sys.prefix) / "tpu" / "libtpu" / "libtpu.so"  # where make puts it
+# Where make puts the compilers.
+LIBTPU = pathlib.Path(sys.prefix) / "tpu" / "libtpu" / "libtpu.so"
+CUDA = pathlib.Path(sys.prefix) / "cuda"
+# What XLA asks of a GPU; sizes that a chip does not give are an H100's.
+GPU = """platform_name: "CUDA" runtime_version { major: 13 } dnn_version_info { major: 9 }
+device_description_str: "%s" gpu_device_info { cuda_compute_capability { major: %d minor: %d }
+shared_memory_per_block_optin: %d core_count: %d memory_bandwidth: %d device_memory_size: %d
+shared_memory_per_block: 49152 shared_memory_per_core: 233472 l2_cache_size: 52428800
+registers_per_block_limit: 65536 registers_per_core_limit: 65536 fpus_per_core: 128
+threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048 clock_rate_ghz: 1.98
+block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535 }"""
+KERNEL = re.compile(r'custom_call_target="(tpu_custom_call|__gpu\$xla\.gpu\.triton)"')
 # With these the compiler asks for no chip and for no metadata server.
 COMPILER_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -23,22 +36,26 @@ COMPILER_ENVIRONMENT = {
     "TPU_ACCELERATOR_TYPE": "v5p-8",
     "TPU_STDERR_LOG_LEVEL": "3",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
 }
 
 
 def topology_devices(topology: str, *, slices: int):
     """Returns a topology's devices, which need not be there; ValueError where none is known."""
     jax.config.update("jax_platforms", "cpu")
+    chip = chip_of(topology)
     place = {"TPU_LIBRARY_PATH": str(LIBTPU)} if LIBTPU.exists() else {}
     os.environ.update(place | COMPILER_ENVIRONMENT | os.environ)  # what is set stays
-    chip = chip_of(topology)
+    how = {"platform": "tpu", "topology_name": topology, "num_slices": slices}
+    if chip.gpu:
+        sys.path.append(str(CUDA))
+        how = {"platform": "cuda", "topology": f"{slices}x1x{topology.partition(':')[2]}"}
+        how["target_config"] = GPU % (*chip.gpu, chip.hbm_rate, CHIPS[chip.name].hbm_bytes)
     try:
-        return topologies.get_topology_desc(
-            platform="tpu", topology_name=topology, num_slices=slices, **dict(chip.description)
-        ).devices
+        return topologies.get_topology_desc(**how, **dict(chip.description)).devices
     except Exception as error:  # of several kinds, all from the compiler
-        hint = "" if LIBTPU.exists() else "; `make preflight` installs the TPU's compiler"
-        raise ValueError(f"--topology={topology}: {error}{hint}") from error
+        hint = "" if (CUDA if chip.gpu else LIBTPU).exists() else "; `make preflight` installs it"
+        raise ValueError(f"--topology={topology}, by its compiler: {error}{hint}") from error
 
 
 def without_weights(config: ConfigDict) -> ConfigDict:
@@ -86,17 +103,19 @@ def say(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-def compiled(name: str, lowered: jax.stages.Lowered):
-    """Returns XLA's analysis of a compiled program's memory on one device.
+def compiled(name: str, lowered: jax.stages.Lowered) -> tuple:
+    """Compiles a program: (memory of a device, our kernels, collectives, bytes that they exchange).
 
-    Raises MemoryError where that is too small.
+    Kernels are counted as the text has them, once for all layers of a loop. Raises MemoryError
+    where the memory is too small.
     """
     try:
-        memory = lowered.compile().memory_analysis()
+        program = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         said = next(line for line in str(error).splitlines() if "RESOURCE_EXHAUSTED" in line)
         raise MemoryError(f"{name}: {said}") from error
     say(f"compiled {name}")
-    return memory
+    text = program.as_text()
+    return program.memory_analysis(), len(KERNEL.findall(text)), *exchanged(text)

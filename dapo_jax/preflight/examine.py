@@ -31,12 +31,14 @@ PARTS = ("state", "start weights", "sampler's weights", "keys and values", "batc
 class Findings:
     """A config's compiled programs on one topology, and the memory that they need.
 
-    phases: a program's name -> one of PARTS -> bytes of a device while it runs.
+    phases: a program's name -> one of PARTS -> bytes of a device while it runs. calls: its name ->
+    our kernels, collectives, bytes that these exchange.
     """
 
     chip: Chip
     built: components.Programs
     phases: dict[str, dict[str, int]]
+    calls: dict[str, tuple[int, int, int]]
 
     @property
     def chips(self) -> int:
@@ -53,7 +55,7 @@ class Findings:
         return 1 - max(self.totals.values()) / self.chip.hbm_bytes
 
     def lines(self) -> list[str]:
-        """Returns the mesh, the slots, each phase's memory, the advice and the verdict."""
+        """Returns the mesh, the slots, each phase's memory and calls, advice and the verdict."""
         mesh = ", ".join(f"{axis} {size}" for axis, size in self.built.mesh.shape.items())
         cache = self.built.engine.cache
         out = [
@@ -65,6 +67,10 @@ class Findings:
         for phase, parts in self.phases.items():
             sizes = (f"{parts.get(name, 0) / GIB:{len(name) + 3}.2f}" for name in PARTS)
             out.append(f"{phase:22}{''.join(sizes)}{self.totals[phase] / GIB:9.2f}")
+        out.append("called on a device, of a loop of micro-batches or decode steps one turn:")
+        for name, (kernels, collectives, size) in self.calls.items():
+            exchanged = f"{collectives:,} collectives exchange {size / GIB:.3f} GiB"
+            out.append(f"{name:22}{kernels} kernels of ours; {exchanged}")
         fullest = max(self.totals, key=self.totals.get)
         size = self.chip.hbm_bytes / GIB
         out.append(f"of {size:.2f} GiB: {self.headroom:.1%} free in {fullest}")
@@ -87,8 +93,9 @@ def examine(config: ConfigDict, topology: str, *, slices: int | None) -> Finding
     run = planned(config, topology_devices(topology, slices=slices), chip.hbm_bytes)
     for line in run.chosen:
         say(line)
-    phases = memory_phases(run.programs, compiled_programs(run.programs))
-    return Findings(chip, run.programs, phases)
+    programs = compiled_programs(run.programs)
+    calls = {name: program[1:] for name, program in programs.items()}
+    return Findings(chip, run.programs, memory_phases(run.programs, programs), calls)
 
 
 def planned(config: ConfigDict, devices, device_bytes: int) -> start.Planned:
@@ -113,7 +120,7 @@ def memory_phases(built: components.Programs, programs: dict) -> dict[str, dict[
     sampling, updating = memory(built).values()
     kept = {name: size for name, size in sampling.items() if name in updating}
     phases = {}
-    for name, program in programs.items():
+    for name, (program, *_) in programs.items():
         parts = sampling
         if name in UPDATES:
             given = built.state if name == "update" else built.state.params

@@ -506,7 +506,8 @@ def step(work: Work, preset: str) -> str:
     gap, updates_s = float(metrics["ratio_gap"]), time.perf_counter() - start
     config.model.kernels = "auto"  # the estimate is a TPU's
     lengths = {"mean": work.max_tokens / 4, "informative": 0.5}
-    decoding, prefills, updates = estimate.step_seconds(config, chip(work), built.mesh, **lengths)
+    floors = estimate.step_seconds(config, chip(work), built.mesh, **lengths)
+    decoding, prefills, updates, _ = floors
     said = ", ".join(f"{name} {size:.1f}" for name, size in predicted.items())
     return (
         f"sampling {length_PG.size:,} responses, {length_PG.sum():,} tokens {sampling_s:.1f} s, "

@@ -1,6 +1,6 @@
-"""Puts every config through the TPU's compiler: the table of experiments/preflight.
+"""Puts every config through its chip's compiler: the table of experiments/preflight.
 
-    python -m experiments.preflight.all [--only=7b]
+    XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 python -m experiments.preflight.all [--only=7b]
 
 One after the other. Exit status 1 if one does not fit.
 """
@@ -18,6 +18,7 @@ from experiments.benchmarks import common
 FLAGS = flags.FLAGS
 flags.DEFINE_string("only", "", "Configs with this in their names.")
 
+SHORTER = {"rollout.max_response_tokens": 4_096, "algo.overlong_cache_tokens": 1_024}
 # config_name, topology, slices, settings beside the config's
 CASES = (
     ("qwen2_5_0_5b", "v5e:2x4", 1, {}),
@@ -34,6 +35,14 @@ CASES = (
     ("qwen2_5_7b", "v6e:4x4", 2, {"learner.micro_batch_rows": 8, "rollout.cache_mib": 14_336}),
     ("qwen2_5_7b", "v4:4x4x4", 1, {}),
     ("qwen2_5_32b", "tpu7x:4x4x4", 1, {"learner.micro_batch_rows": 16}),
+    ("gpu_node", "h100:8", 1, {}),
+    ("gpu_node", "h100:8", 1, {"model.preset": "14b", "mesh.model": 4}),
+    ("gpu_node", "h100:8", 1, {"model.preset": "32b", "mesh.model": 8, "learner.lora_rank": 32}),
+    (*("gpu_node", "h200:8", 1), {"model.preset": "32b", "mesh.model": 8} | SHORTER),
+    ("gpu_node", "a100:8", 1, {}),
+    ("gpu_node", "a100-40:8", 1, {}),
+    ("gpu_node", "rtx4090:2", 1, {"model.preset": "1.5b"} | SHORTER),
+    ("gpu_node", "rtx4090:1", 1, {"model.preset": "0.5b"} | SHORTER),
 )
 HEADER = ("config", "topology", "beside the config", "chips", "GiB sampling and update", "free")
 

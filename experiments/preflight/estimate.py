@@ -1,10 +1,12 @@
-"""Estimates the seconds of a config's step on a TPU slice by arithmetic: nothing is compiled.
+"""Estimates a config's seconds a step, and hours, on a topology by arithmetic: nothing is compiled.
 
     python -m experiments.preflight.estimate --config=configs/qwen2_5_32b.py --topology=v5p:8x8x4
         [--slices=2] [--mean_response_tokens=4000] [--decode=0.5] [--update=0.25]
 
-The sampler's own scheduler runs on drawn response lengths, and the learner's own packer makes rows
-of them. At a chip's published rates, and of what the model has a part of on a device,
+Over a run lengths grow and informative groups become fewer, as in the paper's; steps at some of its
+points are estimated. The sampler's own scheduler runs on drawn response lengths, and the learner's
+own packer makes rows of them. At a chip's published rates, and of what the model has a part of on a
+device,
 
     a decode step   max(bytes of weights / memory rate, 2 FLOP a weight and row / FLOP rate)
                     + bytes of live keys and values / memory rate
@@ -13,7 +15,8 @@ of them. At a chip's published rates, and of what the model has a part of on a d
                     attend, layer and value of a head) / FLOP rate
 
 with, of a mixture's experts, the weights of a token's own, but for what is read. Decode steps are
-divided by the efficiency --decode, the others by --update.
+divided by the efficiency --decode, the others by --update. On a node of GPUs an update also has the
+time in which its exchanges cross the links, of which nothing is hidden behind products.
 """
 
 import dataclasses
@@ -48,14 +51,29 @@ from sharding.mesh import AXES
 # Low and high on one H200 (commit 5e82132), of published rates: decode steps of 256 slots, updates
 # of four rows with all activations recomputed. experiments/preflight/README.md has the times.
 DECODE, UPDATE = (0.31, 0.59), (0.18, 0.29)
-INFORMATIVE = (0.35, 0.5)  # of the groups that are sampled; the paper's Figure 3b, low and high
-MEAN_SHARE = 4_537 / 20_480  # the mean length at the end of the paper's run, of the greatest
+# The paper's run, smoothed: step, mean tokens of trained responses (Figure 7a), share of the groups
+# that are all right (Figure 3b).
+COURSE = np.array(
+    [
+        *[(0, 740, 0.0), (5, 570, 0.0), (10, 660, 0.01), (20, 870, 0.05), (40, 1_220, 0.11)],
+        *[(60, 1_440, 0.25), (80, 1_550, 0.29), (100, 1_990, 0.33), (120, 2_600, 0.37)],
+        *[(150, 2_890, 0.39), (180, 3_790, 0.4), (210, 4_040, 0.44), (240, 4_230, 0.44)],
+        *[(270, 4_010, 0.47), (300, 3_980, 0.49), (330, 4_540, 0.51)],
+    ]
+)
+LONGEST = 20_480  # its limit, of which these lengths are taken as shares
+INFORMATIVE = 0.5, 0.2  # of the sampled groups; from the first to the last as all-right ones rise
+# Tokens of all-right groups, of those with both: 593 such groups of Qwen2.5's family, three sets.
+ALL_RIGHT = 0.54
+POINTS = (0.0, 0.03, 0.12, 0.3, 0.55, 0.8, 1.0)  # of the run, where a step is estimated
+NODE = 8  # GPUs that links join
 # Of log-lengths between and within problems: 12,494 generations of models of Qwen2.5's family.
 SIGMA_PROBLEMS, SIGMA_SAMPLES = 0.81, 0.61
 PROMPT_TOKENS = 145  # the mean of the paper's training data, with Qwen2.5's tokenizer
 MEAN_STEPS = 8  # with partial responses partial over: a step that ends late leaves less to the next
-LEFT_OUT = """exchanges between chips, the host between blocks, copies between shards, evaluation,
-the verifier, saves, log-probabilities of a KL term; no TPU has confirmed it"""
+LEFT_OUT = """exchanges between chips (but for those of a node's updates), the host between blocks,
+copies between shards, evaluation, the verifier, saves, log-probabilities of a KL term; neither a
+TPU nor a node has confirmed it"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +115,28 @@ class Device:
         multiplied = 2 * self.active * rows / self.chip.flop_rate
         how = {"bytes_per_value": self.value_bytes, "model_degree": self.model_degree}
         live = live_tokens * token_bytes(self.sizes, **how) / self.chip.hbm_rate
-        return max(read, multiplied) / self.model_degree + live
+        sums = 2 * 2 * rows * self._exchanged_in_layers  # two a layer, each there and back
+        return max(read, multiplied) / self.model_degree + live + sums
+
+    @property
+    def _exchanged_in_layers(self) -> float:
+        """The seconds in which one collective a layer takes a token's activations over links."""
+        s, m = self.sizes, self.model_degree
+        sent = s.num_layers * s.width * self.value_bytes * (m - 1) / m
+        return sent / self.chip.link_rate if self.chip.link_rate else 0.0
+
+    def exchange_seconds(self, micro_batches: int, tokens: int, data: int) -> float:
+        """Returns the time of an update's exchanges over links; 0 where the chip gives none.
+
+        A micro-batch gathers the weights twice, and scatters gradients in float32 unless LoRA's. A
+        layer of a split model gathers and scatters activations 11 times, the recomputed ones too:
+        the compiler's count. tokens: of all rows of one of `data` shards.
+        """
+        if not self.chip.link_rate:
+            return 0.0
+        of_weight = 2 * self.value_bytes + (0 if self.lora else 4)
+        sent = micro_batches * of_weight * self.weights / self.model_degree * (data - 1) / data
+        return sent / self.chip.link_rate + 11 * tokens * self._exchanged_in_layers
 
     def update_seconds(self, entries: int, sequence_N: Sequence[int], devices: int) -> float:
         """Returns the time of an update on so many devices.
@@ -111,6 +150,18 @@ class Device:
             (8 + 4 * forwards) * (n * (n + 1) / 2).sum() * s.num_layers * s.num_heads * s.head_dim
         )
         return float(flop) / (devices * self.chip.flop_rate)
+
+
+def course_at(progress: float) -> tuple[float, float, float]:
+    """Returns a run's state when so much of it is done, as the paper's was.
+
+    These are the mean length of trained responses, of the greatest, and the shares of sampled
+    groups that are informative, and all right.
+    """
+    step_N, tokens_N, right_N = COURSE.T
+    tokens, right = (np.interp(progress * step_N[-1], step_N, a) for a in (tokens_N, right_N))
+    first, last = INFORMATIVE
+    return tokens / LONGEST, first - (first - last) * right / right_N[-1], right
 
 
 def response_lengths(mean: float, *, groups: int, group_size: int, longest: int, seed: int):
@@ -183,17 +234,31 @@ def simulate(
 
 
 def step_seconds(
-    config: ConfigDict, chip: Chip, mesh: AbstractMesh, *, mean: float, informative: float
+    config: ConfigDict,
+    chip: Chip,
+    mesh: AbstractMesh,
+    *,
+    mean: float,
+    informative: float,
+    all_right: float = 0.0,
 ) -> np.ndarray:
-    """Returns the seconds [3] of a step at published rates: decoding, prefills, updates."""
+    """Returns a step's seconds [4] at published rates: decoding, prefills, updates, exchanges.
+
+    mean: of trained responses. informative, all_right: shares of the sampled groups.
+    """
     r, c, sizes = config.rollout, config.learner, components.model_sizes(config)
-    kernels = kernels_for(config.model.kernels, "tpu")
+    kernels = kernels_for(config.model.kernels, "gpu" if chip.gpu else "tpu")
+    chip = chip if mesh.size <= NODE else dataclasses.replace(chip, link_rate=0.0)
     prompt_tokens = min(PROMPT_TOKENS, r.max_prompt_tokens)
     value_bytes = 4 if config.model.compute_dtype == "float32" else 2
     kind = {"lora": c.lora_rank > 0, "old_logprobs": takes_old_logp(config.algo)}
     device = Device(chip, sizes, mesh.shape["model"], value_bytes, **kind)
     how = {"groups": math.ceil(r.num_prompts / informative), "group_size": r.group_size}
     length_PG = response_lengths(mean, **how, longest=r.max_response_tokens, seed=0)
+    # Every so many groups, one that is all right.
+    before_P = np.floor(all_right * np.arange(len(length_PG) + 1))
+    is_right_P = np.diff(before_P) > 0
+    length_PG[is_right_P] = np.ceil(ALL_RIGHT * length_PG[is_right_P])
     decoding, prefilled = simulate(
         length_PG.tolist(),
         components.cache_of(config, sizes, mesh, kernels, cache_bytes=r.cache_mib * 2**20),
@@ -204,8 +269,9 @@ def step_seconds(
         every_steps=config.checkpoint.every_steps,
     )
     prefills = 2 * device.active * prefilled / (device.model_degree * chip.flop_rate)
-    updates, rows = 0.0, c.micro_batch_rows
-    for update_PG in np.split(length_PG[: r.num_prompts], config.updates_per_step):
+    updates, exchanges, rows = 0.0, 0.0, c.micro_batch_rows
+    data, trained_PG = mesh.size // device.model_degree, length_PG[~is_right_P][: r.num_prompts]
+    for update_PG in np.split(trained_PG, config.updates_per_step):
         planned, row_tokens = plan_update(
             [prompt_tokens] * len(update_PG),
             update_PG.tolist(),
@@ -213,9 +279,35 @@ def step_seconds(
             micro_batch_rows=rows,
             share_prompts=kernels.shares_prompts,
         )
-        entries, sequence_N = -(-len(planned) // rows) * rows * row_tokens, update_PG.ravel()
+        micro_batches, sequence_N = -(-len(planned) // rows), update_PG.ravel()
+        entries = micro_batches * rows * row_tokens
         updates += device.update_seconds(entries, sequence_N + prompt_tokens - 1, mesh.size)
-    return np.array([decoding, prefills, updates])
+        exchanges += device.exchange_seconds(micro_batches, entries // data, data)
+    return np.array([decoding, prefills, updates, exchanges])
+
+
+def run_seconds(
+    config: ConfigDict, chip: Chip, mesh: AbstractMesh, *, mean: float | None
+) -> np.ndarray:
+    """Returns the seconds [POINTS, 4] of steps over a run, as `step_seconds` does.
+
+    mean: of responses in all of them; None: as the paper's grew. Without dynamic sampling every
+    group is trained on.
+    """
+    steps = []
+    for point in POINTS:
+        share, informative, right = course_at(point)
+        if not config.algo.dynamic_sampling:
+            informative, right = 1.0, 0.0
+        of_step = {"informative": informative, "all_right": right}
+        tokens = mean or share * config.rollout.max_response_tokens
+        steps.append(step_seconds(config, chip, mesh, mean=tokens, **of_step))
+    return np.array(steps)
+
+
+def over_run(of_point_N: np.ndarray) -> np.ndarray:
+    """Returns the mean over a run of what is given at POINTS, along the first axis."""
+    return np.trapezoid(of_point_N, POINTS, axis=0)
 
 
 def mesh_of(config: ConfigDict, topology: str) -> AbstractMesh:
@@ -246,25 +338,36 @@ def main(_):
         auto_sizes.fit_training(config, devices=devices, device_bytes=chip.hbm_bytes)
     mesh = mesh_of(config, given.topology)
     checks.check_divides(config, mesh)
-    mean = given.mean_response_tokens or MEAN_SHARE * r.max_response_tokens
-    if mean > r.max_response_tokens:
+    mean = given.mean_response_tokens
+    if mean and mean > r.max_response_tokens:
         raise ValueError(f"--mean_response_tokens={mean:g} is above rollout.max_response_tokens")
-    shares = INFORMATIVE if config.algo.dynamic_sampling else (1.0, 1.0)
+    parts = run_seconds(config, chip, mesh, mean=mean)
     ends = []  # slow, fast
-    for share, d, u in zip(shares, decode, update, strict=True):
-        parts = step_seconds(config, chip, mesh, mean=mean, informative=share) / (d, u, u)
-        ends.append((parts[0] + parts[1], parts[2], parts.sum()))
-    print(f"{'seconds':10}{'low':>9}{'high':>9}")
-    for name, slow, fast in zip(("rollout", "update", "step"), *ends, strict=True):
-        print(f"{name:10}{fast:9.1f}{slow:9.1f}")
+    for d, u in zip(decode, update, strict=True):
+        of_parts = parts / (d, u, u, 1)
+        rollout, updates = of_parts[:, :2].sum(axis=1), of_parts[:, 2:].sum(axis=1)
+        ends.append(np.array([rollout, updates, rollout + updates]))
+    means = [over_run(of_points.T) for of_points in ends]
+    print(f"{'seconds':10}{'low':>9}{'high':>9}   from the first step to the last, low and high")
+    for name, slow, fast, *steps in zip(("rollout", "update", "step"), *means, *ends, strict=True):
+        first, last = (f"{steps[1][i]:,.1f} to {steps[0][i]:,.1f}" for i in (0, -1))
+        print(f"{name:10}{fast:9.1f}{slow:9.1f}   {first}; {last}")
+    slow, fast = (config.num_steps * seconds[2] / 3_600 for seconds in means)
+    print(f"{'hours':10}{fast:9.1f}{slow:9.1f}   of {config.num_steps} steps")
+    first, last = (mean or course_at(point)[0] * r.max_response_tokens for point in (0, 1))
+    shares = INFORMATIVE if config.algo.dynamic_sampling else (1.0, 1.0)
     rates = f"{chip.hbm_rate / 1e9:,.0f} GB/s and {chip.flop_rate / 1e12:g} TFLOP/s"
-    print(f"responses of {mean:,.0f} tokens; of {mesh.size} devices, each of {rates}, decoding has")
-    print(f"{decode}, the rest {update}; informative: {shares} of the groups\nleft out: {LEFT_OUT}")
+    print(
+        f"responses of {first:,.0f} tokens at first, {last:,.0f} at the end; of the groups {shares}"
+    )
+    print(f"are informative; of {mesh.size} devices, each of {rates}, decoding has")
+    print(f"{decode}, the rest {update}")
+    print(f"left out: {LEFT_OUT}")
 
 
 if __name__ == "__main__":
     define_flags()
-    flags.DEFINE_float("mean_response_tokens", None, "Of the step.", lower_bound=1)
+    flags.DEFINE_float("mean_response_tokens", None, "Of all steps.", lower_bound=1)
     share = {"lower_bound": 0.001, "upper_bound": 1}
     flags.DEFINE_float("decode", None, "The efficiency, in place of what was measured.", **share)
     flags.DEFINE_float("update", None, "The efficiency, in place of what was measured.", **share)
