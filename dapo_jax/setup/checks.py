@@ -134,15 +134,6 @@ def check_lora(learner: ConfigDict, sizes: ModelConfig) -> None:
         )
 
 
-def check_ids(tokenizer_ids: int, sizes: ModelConfig) -> None:
-    """Refuses a tokenizer of more ids than the model has embedding rows (ValueError)."""
-    if tokenizer_ids > sizes.vocab_size:
-        raise ValueError(
-            f"the tokenizer has {tokenizer_ids} ids, but the model only {sizes.vocab_size} "
-            "embedding rows; set tokenizer.path to the model's own tokenizer"
-        )
-
-
 def check_divides(config: ConfigDict, mesh: jax.sharding.Mesh) -> None:
     """Refuses a training batch that the mesh's groups of devices do not divide (ValueError)."""
     degree, rows = rules.row_degree(mesh), config.learner.micro_batch_rows

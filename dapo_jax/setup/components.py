@@ -177,6 +177,7 @@ def tokenizer(config: ConfigDict) -> Tokenizer:
         path,
         stop_tokens=of.stop_tokens or None,
         chat=of.chat,
+        rows=model_sizes(config).vocab_size,
         date=of.date,
         chat_args=of.chat_args.to_dict(),
     )
@@ -302,7 +303,6 @@ def programs(config: ConfigDict, vocab_size: int, *, devices=None) -> Programs:
     None: all of this program's.
     """
     sizes = model_sizes(config)
-    checks.check_ids(vocab_size, sizes)
     mesh = mesh_of(config, devices)
     kernels = kernels_for(config.model.kernels, platform_of(mesh))
     constants = learning(config, vocab_size, kernels, routes=sizes.routes)
