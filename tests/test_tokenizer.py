@@ -95,18 +95,18 @@ def test_an_id_beyond_the_models_rows_is_refused_only_where_a_text_a_stop_or_a_t
     bpe(special=(*CONTROL, image)).save(str(folder / "tokenizer.json"))
     tokenizer = load(folder, chat="template", rows=259)
     assert tokenizer.vocab_size == 259 and max(tokenizer.encode(f"no {image}")) < 256
-    message = "'<.image.>' is token 259, but the model has 259 embedding rows: take it out"
+    message = "'<.image.>' is token 259, but the model has 259 rows of embeddings: take it out"
     with pytest.raises(ValueError, match=message):
         tokenizer.encode_chat(user(f"no {image}"))
     assert max(tokenizer.between(user(f"no {image}"), 258)) < 259
-    with pytest.raises(ValueError, match="stop_tokens: '<.image.>' is no token"):
+    with pytest.raises(ValueError, match=r"stop_tokens: '<.image.>' is no token"):
         load(folder, stop_tokens=[image], rows=259)
     (folder / "generation_config.json").write_text('{"eos_token_id": [258, 259]}')
     with pytest.raises(ValueError, match=r"\[258, 259\], but ids are below 259"):
         load(folder, rows=259)
     assert load(folder).vocab_size == 260
     assert load(piece_file, rows=290).vocab_size == 290
-    with pytest.raises(ValueError, match="model has 99 embedding rows"):
+    with pytest.raises(ValueError, match="model has 99 rows of"):
         load(piece_file, rows=99).encode("\u00bd~")
 
 

@@ -76,8 +76,8 @@ class PlainText:
         """Returns the ids of a text; ValueError where the model has no row for one of them."""
         if (id := max(ids, default=0)) >= self.vocab_size:
             raise ValueError(
-                f"{self.decode([id])!r} is token {id}, but the model has {self.vocab_size} embedding "
-                "rows: take it out of the text, or set tokenizer.path to the model's own tokenizer"
+                f"{self.decode([id])!r} is token {id}, but the model has {self.vocab_size} rows of "
+                "embeddings: take it out of the text, or set tokenizer.path to the model's own"
             )
         return ids
 
