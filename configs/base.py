@@ -303,8 +303,9 @@ KEYS = {
     "checkpoint.keep": Key(2, "newest checkpoints kept", at_least=1, may_change=True),
     "checkpoint.keep_period": Key(0, "multiples of so many steps are kept too; 0: off",
                                   at_least=0, may_change=True),
-    "checkpoint.best": Key("", "an evaluation set's name: the checkpoint with its best mean@k is "
-                           "kept too; \"\": off", may_change=True),
+    "checkpoint.best": Key("", "an evaluation set's name: the policy with its best mean@k so far "
+                           "is saved, due or not, and kept (--step=best); \"\": off",
+                           may_change=True),
 
     "alarms.min_entropy": Key(1e-3, "nats; python -m dapo_jax.logs.alarms lists the alarms",
                               at_least=0, may_change=True),

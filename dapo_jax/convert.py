@@ -34,11 +34,12 @@ KEPT_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embed
 
 
 def convert(
-    source: str, target: str, *, dtype: str, step: int | None = None, trust_code: bool = False
+    source: str, target: str, *, dtype: str, step: int | str | None = None, trust_code: bool = False
 ) -> str:
     """Reads the model at `source`, writes it at `target` in `dtype`; returns a one-line summary.
 
-    source: "hf:DIR", or "run:WORKDIR", of which `step` (None: the newest) is the checkpoint.
+    source: "hf:DIR", or "run:WORKDIR", of which `step` (None: the newest, or "best") is the
+    checkpoint.
     target: "hf:DIR", or "peft:DIR" for a run's LoRA factors alone. trust_code: whether a module
     that the run names may be imported.
     """
@@ -157,7 +158,7 @@ if __name__ == "__main__":
     flags.DEFINE_string("from", None, "What to read: hf:DIR or run:DIR.", required=True)
     flags.DEFINE_string("to", None, "What to write: hf:DIR or peft:DIR.", required=True)
     flags.DEFINE_enum("dtype", "float32", hf.DTYPES, "The written arrays' type.")
-    flags.DEFINE_integer("step", None, "Of a run: finished steps of the checkpoint.")
+    command.define_step()
     flags.DEFINE_string("family", "qwen2", "The model's family, as config.model.family has it.")
     command.define_trust_code()
     command.run(main)

@@ -7,9 +7,10 @@ are all right or all wrong are replaced by new ones (Eq. 11), every token weighs
 and length is punished softly before it is cut (Eq. 13). `rl_step` is one step in the paper's order.
 
 The same command resumes a run that was stopped. --start=run:DIR@STEP begins with checkpoint STEP of
-the run in DIR, under another config (a fork). On several hosts the command is given on each of
-them, with --distributed. Exit status: 0: done. 75: stopped by a signal, or by storage that fails
-for a while: run the same command again. 1: an error, or no step had an update with a gradient.
+the run in DIR (or best: by checkpoint.best), under another config (a fork). On several hosts the
+command is given on each of them, with --distributed. Exit status: 0: done. 75: stopped by a signal,
+or by storage that fails for a while: run the same command again. 1: an error, or no step had an
+update with a gradient.
 """
 
 import contextlib
@@ -22,6 +23,7 @@ from absl import flags
 
 from dapo_jax import algorithm, learner, losses, rollout
 from dapo_jax.checkpoints import digests, fingerprint
+from dapo_jax.checkpoints.best import best_of
 from dapo_jax.checkpoints.progress import Progress
 from dapo_jax.cli import command, config_flags
 from dapo_jax.evaluation import Evaluation, settings_of
@@ -46,8 +48,8 @@ def train(config, workdir: pathlib.Path, parent=None, profile: int | None = None
         run, state, progress = start.open_run(config, workdir, parent, stack)
         if profile is not None and profile < run.step:
             raise ValueError(f"--profile={profile}: that step is done; the next is {run.step}")
-        if run.step == run.begin_step and run.sets and not run.evaluates_in(run.step):
-            evaluate_alone(run, state, run.step)  # a fork: all have a first point
+        if hosts.on_main(lambda: lacks_evaluation(run, workdir)):
+            evaluate_alone(run, state, run.step)
         session = None  # of partial rollouts: it goes on in the next step
         for step in range(run.step, config.num_steps):
             folder = workdir / "profile" / str(jax.process_index() or "")
@@ -56,6 +58,17 @@ def train(config, workdir: pathlib.Path, parent=None, profile: int | None = None
             if stopped:
                 raise SystemExit(stopped)
     return conclude(workdir)
+
+
+def lacks_evaluation(run: start.Run, workdir: pathlib.Path) -> bool:
+    """Returns whether a start is to evaluate its policy, which no step will.
+
+    That is a fork's first one, so that all forks have that point, and the last one of a run that
+    was stopped after as many steps as it is to have now.
+    """
+    first = run.step == run.begin_step and not run.evaluates_in(run.step)
+    is_alone = first or run.step == run.config.num_steps
+    return bool(run.sets) and is_alone and not (workdir / "eval" / f"{run.step}.json").is_file()
 
 
 def rl_step(run: start.Run, step: int, state: learner.TrainState, progress: Progress, session):
@@ -179,8 +192,9 @@ def finish(
        of the state and of the responses' file, and the alarms look at it.
     2. Where a run may resume, the session of partial rollouts is closed: checkpoints have no keys
        and values. A policy that no later step samples is evaluated.
-    3. A snapshot of state and progress is taken there, this row in it, and saved if it is due; the
-       last one is waited for, so that a run with its last row has its last checkpoint.
+    3. The snapshot of the step before is saved if that policy is the best so far (checkpoint.best).
+       One of state and progress is taken where a run may resume, this row in it, and saved if due;
+       the last one is waited for, so that a run with its last row has its last checkpoint.
     4. The row is written and shown. After a kill before this, the checkpoint's row is written.
     """
     config, step, rollouts = run.config, done.step, done.rollouts
@@ -208,6 +222,8 @@ def finish(
         found[step + 1] = evaluate_alone(run, state, step + 1)
 
     scores = with_scores(progress.scores, found, run)
+    if best_of(dict(*scores.values()), range(run.begin_step + 1, step + 1)) == step:
+        run.snapshots.keep(step)  # the policy that this step has sampled and evaluated
     progress = Progress(rollouts.cursor, tokens, row, rollouts.partial, scores)
     if resumable:
         run.snapshots.take(step + 1, state, progress, arrays, force=ends or bool(stopped))
@@ -262,7 +278,9 @@ def main(_):
     given = flags.FLAGS
     config, workdir = given.config, pathlib.Path(given.workdir)
     hosts.start(several=given.distributed, cpu_devices=config.mesh.cpu_devices)
-    parent = fingerprint.Parent.parse(given.start) if given.start is not None else None
+    parent = None
+    if given.start is not None:
+        parent = hosts.on_main(lambda: fingerprint.Parent.parse(given.start))
     if given.dry_run:
         return dry_run.dry_run(config, workdir, parent)
     return train(config, workdir, parent, given.profile)

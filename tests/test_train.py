@@ -9,7 +9,7 @@ from unittest import mock
 import jax
 import numpy as np
 import pytest
-from runs import responses, rows_without_timings
+from runs import responses, rows_without_timings, saved_steps
 from shared_programs import STEPS, programs_compiled_once, small_config  # noqa: F401  a fixture
 
 from dapo_jax import train
@@ -19,7 +19,7 @@ from dapo_jax.evaluation import majority_is_correct, summarize
 from dapo_jax.logs.files import read_rows
 from dapo_jax.logs.metrics import METRICS
 from dapo_jax.process import hosts
-from dapo_jax.setup import components, dry_run
+from dapo_jax.setup import components, dry_run, policy
 from dapo_jax.setup.start import Parent, is_finished
 from dapo_jax.tasks.math_problems import MathTask
 from dapo_jax.tasks.tokenizer import load_tokenizer
@@ -33,6 +33,7 @@ OPTIONAL = (*FIRST, "seconds/evaluate", "partial_rollouts/", "staleness/", "clip
 OPTIONAL += ("routes/", "seconds_in_rollout/environment")
 EXPECTED_KEYS = {metric.key for metric in METRICS if not metric.key.startswith(OPTIONAL)}
 UNEVALUATED, BEST = {"eval.every_steps": 0}, {"checkpoint.best": "arithmetic"}
+RARELY_SAVED = {"checkpoint.every_steps": 4}
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,7 @@ def finished(tmp_path_factory):
         patch.setattr(train, "rl_step", guarded(train.rl_step, "disallow"))
         for name in ("place", "fetch"):
             patch.setattr(hosts, name, guarded(getattr(hosts, name), "allow"))
-        train.train(small_config(**BEST), workdir, profile=1)
+        train.train(small_config(**BEST, **RARELY_SAVED), workdir, profile=1)
     return workdir
 
 
@@ -98,6 +99,8 @@ def test_a_run_writes_what_it_promises(finished):
     progress = json.loads((finished / "checkpoints" / "3" / "progress" / "metadata").read_text())
     ((named, found),) = progress["scores"].items()
     assert named.startswith("arithmetic ") and found == known
+    # Due every fourth step and at the end; the second is the best of those that had been evaluated.
+    assert saved_steps(finished / "checkpoints") == [2, 3]
     assert len([*(finished / "profile").rglob("*.xplane.pb")]) == 1
     assert (finished / "curves.png").stat().st_size
     sampled = [json.loads(line) for line in responses(finished, 2).splitlines()]
@@ -119,6 +122,18 @@ def test_stopped_and_resumed_equals_uninterrupted_bitwise(finished, tmp_path):
     file.unlink()  # of the finished run
     train.train(small_config(), tmp_path)
     assert [row["step"] for row in read_rows(file)] == [2]
+
+
+def test_a_run_that_ends_earlier_than_planned_is_evaluated_at_its_end(finished, tmp_path):
+    """Stopped after 3 steps of 4, and given again with 3, it showed the evaluation before."""
+    stopped = shutil.copytree(finished, tmp_path / "stopped")
+    file, config = stopped / "eval" / "3.json", stopped / "config.json"
+    expected = file.read_text()
+    file.unlink()
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_steps": 4}))
+    train.train(small_config(**BEST, **RARELY_SAVED), stopped)
+    assert file.read_text() == expected
+    assert rows_without_timings(stopped) == rows_without_timings(finished)
 
 
 def times(folder):
@@ -248,7 +263,10 @@ def test_a_state_that_is_not_finite_ends_the_run_unsaved(tmp_path, monkeypatch):
 
 
 def test_a_run_exports_to_hugging_face(finished, tmp_path):
-    """The newest checkpoint's weights, with the tokenizer beside them."""
+    """The newest checkpoint's weights, with the tokenizer beside them; or the best one's."""
+    scores = {n: json.loads((finished / "eval" / f"{n}.json").read_text()) for n in (2, 3)}
+    best = max(scores, key=lambda n: scores[n]["sets"]["arithmetic"]["mean@4"])
+    assert policy.load_policy(small_config(**BEST), finished, step="best")[1] == best
     convert(f"run:{finished}", f"hf:{tmp_path}", dtype="float32")
     with pytest.raises(FileNotFoundError, match="no checkpoint 7"):
         convert(f"run:{finished}", f"hf:{tmp_path / 'other'}", dtype="float32", step=7)

@@ -22,6 +22,7 @@ from ml_collections import ConfigDict
 from configs.base import MAY_CHANGE, OF_POLICY, eval_settings, mixture_settings
 from configs.compare import as_json, config_differences, current, fill_open
 from dapo_jax import hub
+from dapo_jax.checkpoints.best import BEST, best_step
 from dapo_jax.logs.files import read_json, read_rows, read_starts
 from dapo_jax.logs.provenance import NAME as STARTS
 from dapo_jax.process import hosts
@@ -46,12 +47,16 @@ class Parent:
 
     @classmethod
     def parse(cls, text: str) -> "Parent":
-        """Reads run:DIR@STEP; ValueError for anything else."""
+        """Reads run:DIR@STEP, or run:DIR@best; ValueError for anything else."""
         kind, _, place = text.partition(":")
         folder, _, step = place.rpartition("@")
-        if kind != "run" or not folder or not step.isdecimal():
+        if kind != "run" or not folder or not (step.isdecimal() or step == BEST):
             raise ValueError(f"--start is {text!r}, but must be run:DIR@STEP, a run's checkpoint")
-        return cls(pathlib.Path(folder).resolve(), int(step))
+        workdir = pathlib.Path(folder).resolve()
+        if step == BEST:
+            of, _, steps = cls(workdir, BEST)._saved()
+            step = best_step(workdir, of.get("best", ""), steps)
+        return cls(workdir, int(step))
 
     def __str__(self) -> str:
         return f"run:{self.workdir}@{self.step}"
@@ -61,12 +66,7 @@ class Parent:
 
         Raises FileNotFoundError where the run or the step is not there, ValueError for too few.
         """
-        file = self.workdir / "config.json"
-        theirs = read_json(file) if file.is_file() else {}
-        if "checkpoint" not in theirs:  # a model's directory has a config.json too
-            raise FileNotFoundError(f"--start={self}: {file} is missing, or no run's config")
-        directory = epath.Path(theirs["checkpoint"]["directory"] or self.workdir / "checkpoints")
-        steps = sorted(int(it.name) for it in directory.glob("*") if it.name.isdecimal())
+        _, directory, steps = self._saved()
         if self.step not in steps:
             raise FileNotFoundError(
                 f"--start={self}: {directory} has no checkpoint {self.step}, only {steps}"
@@ -77,6 +77,16 @@ class Parent:
                 "which count too"
             )
         return directory
+
+    def _saved(self) -> tuple[dict, epath.Path, list[int]]:
+        """Reads the run's settings of checkpoints, where they are, and their steps."""
+        file = self.workdir / "config.json"
+        theirs = read_json(file) if file.is_file() else {}
+        if "checkpoint" not in theirs:  # a model's directory has a config.json too
+            raise FileNotFoundError(f"--start={self}: {file} is missing, or no run's config")
+        directory = epath.Path(theirs["checkpoint"]["directory"] or self.workdir / "checkpoints")
+        steps = sorted(int(it.name) for it in directory.glob("*") if it.name.isdecimal())
+        return theirs["checkpoint"], directory, steps
 
 
 def of_run(config: ConfigDict, data, parent=None) -> dict:

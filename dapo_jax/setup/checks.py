@@ -37,6 +37,12 @@ def _of_config(config: ConfigDict) -> Conditions:
     best, sets = config.checkpoint.best, eval_settings(config) if config.eval.every_steps else {}
     message = f"checkpoint.best = {best!r}, but the evaluation sets are {', '.join(sets) or 'none'}"
     yield best in ("", *sets), message
+    every, partial = config.checkpoint.every_steps, config.rollout.partial_rollout_steps
+    yield (
+        not (best and partial) or config.eval.every_steps % max(every, 1) == 0,
+        f"checkpoint.best = {best!r}, but with partial rollouts a policy is saved at multiples of "
+        f"checkpoint.every_steps = {every} only: set eval.every_steps to one",
+    )
     training = mixture_settings(config)
     yield bool(training), "data.train.weight = 0, and no set of data.mixture has a weight"
     for key, settings in training.items():

@@ -1,0 +1,40 @@
+"""The best policy of a run, by mean@k of the set that checkpoint.best names; the first of equals.
+
+`--step=best` and `--start=run:DIR@best` take its checkpoint.
+"""
+
+import pathlib
+from collections.abc import Iterable, Mapping
+
+from dapo_jax.logs.files import read_json
+
+BEST = "best"  # in the place of a step
+
+
+def best_of(scores: Mapping[str, float], steps: Iterable[int]) -> int | None:
+    """Returns which of these finished steps has the best score; None where none has any."""
+    scored = [step for step in sorted(steps) if str(step) in scores]
+    return max(scored, key=lambda step: scores[str(step)], default=None)
+
+
+def best_step(workdir: pathlib.Path, name: str, steps: Iterable[int]) -> int:
+    """Returns which of a run's checkpoints `steps` is the best by its eval/<finished steps>.json.
+
+    name: of the set. Results with other settings than the last do not count. ValueError for none.
+    """
+    files = [it for it in (workdir / "eval").glob("*.json") if it.stem.isdecimal()]
+    results = [it for it in map(read_json, files) if name in it["sets"]]
+    last = max(results, key=lambda it: it["step"], default=None)
+    scores = {
+        str(it["step"]): score
+        for it in results
+        if it["settings"][name] == last["settings"][name]
+        for key, score in it["sets"][name].items()
+        if key.startswith("mean@")
+    }
+    if (step := best_of(scores, steps)) is None:
+        raise ValueError(
+            f"{workdir} has no best checkpoint: none of {sorted(steps)} was evaluated on "
+            f"checkpoint.best = {name!r}; give the number of one"
+        )
+    return step
