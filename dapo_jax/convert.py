@@ -158,7 +158,7 @@ if __name__ == "__main__":
     flags.DEFINE_string("from", None, "What to read: hf:DIR or run:DIR.", required=True)
     flags.DEFINE_string("to", None, "What to write: hf:DIR or peft:DIR.", required=True)
     flags.DEFINE_enum("dtype", "float32", hf.DTYPES, "The written arrays' type.")
-    command.define_step()
+    flags.DEFINE_string("step", None, "Of a run: finished steps of the checkpoint, or best.")
     flags.DEFINE_string("family", "qwen2", "The model's family, as config.model.family has it.")
     command.define_trust_code()
     command.run(main)

@@ -163,6 +163,6 @@ if __name__ == "__main__":
         sys.exit(f"error: {error}")
     config_flags.define_config()
     command.define_workdir()
-    command.define_step()
+    flags.DEFINE_string("step", None, "Of a run: finished steps of the checkpoint, or best.")
     command.define_distributed()
     command.run(main)

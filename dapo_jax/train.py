@@ -48,7 +48,12 @@ def train(config, workdir: pathlib.Path, parent=None, profile: int | None = None
         run, state, progress = start.open_run(config, workdir, parent, stack)
         if profile is not None and profile < run.step:
             raise ValueError(f"--profile={profile}: that step is done; the next is {run.step}")
-        if hosts.on_main(lambda: lacks_evaluation(run, workdir)):
+        # No step evaluates a fork's first policy, which all forks have, or that of a stopped run
+        # whose num_steps was lowered to the steps that it has done.
+        first = run.step == run.begin_step and not run.evaluates_in(run.step)
+        result = workdir / "eval" / f"{run.step}.json"
+        alone = run.sets and (first or run.step == config.num_steps)
+        if alone and hosts.on_main(lambda: not result.is_file()):
             evaluate_alone(run, state, run.step)
         session = None  # of partial rollouts: it goes on in the next step
         for step in range(run.step, config.num_steps):
@@ -58,17 +63,6 @@ def train(config, workdir: pathlib.Path, parent=None, profile: int | None = None
             if stopped:
                 raise SystemExit(stopped)
     return conclude(workdir)
-
-
-def lacks_evaluation(run: start.Run, workdir: pathlib.Path) -> bool:
-    """Returns whether a start is to evaluate its policy, which no step will.
-
-    That is a fork's first one, so that all forks have that point, and the last one of a run that
-    was stopped after as many steps as it is to have now.
-    """
-    first = run.step == run.begin_step and not run.evaluates_in(run.step)
-    is_alone = first or run.step == run.config.num_steps
-    return bool(run.sets) and is_alone and not (workdir / "eval" / f"{run.step}.json").is_file()
 
 
 def rl_step(run: start.Run, step: int, state: learner.TrainState, progress: Progress, session):
@@ -278,9 +272,8 @@ def main(_):
     given = flags.FLAGS
     config, workdir = given.config, pathlib.Path(given.workdir)
     hosts.start(several=given.distributed, cpu_devices=config.mesh.cpu_devices)
-    parent = None
-    if given.start is not None:
-        parent = hosts.on_main(lambda: fingerprint.Parent.parse(given.start))
+    start = given.start
+    parent = None if start is None else hosts.on_main(lambda: fingerprint.Parent.parse(start))
     if given.dry_run:
         return dry_run.dry_run(config, workdir, parent)
     return train(config, workdir, parent, given.profile)

@@ -179,8 +179,8 @@ older_snapshot dapo_jax/checkpoints/snapshots.py snapshots
 - step = self._newest[-1].step if self._newest else ""
 + step = self._newest[0].step if self._newest else ""
 best_not_saved dapo_jax/checkpoints/snapshots.py snapshots
-- for snapshot in [it for it in self._newest if it.step == step]:
-+ for snapshot in [it for it in self._newest if it.step > step]:
+- [it for it in self._newest if it.step == step]
++ [it for it in self._newest if it.step > step]
 pass_at_k dapo_jax/evaluation.py train::test_scores_by_hand
 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 + math.comb(num_correct, k) / math.comb(num_samples, k)

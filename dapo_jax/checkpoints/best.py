@@ -23,18 +23,13 @@ def best_step(workdir: pathlib.Path, name: str, steps: Iterable[int]) -> int:
     name: of the set. Results with other settings than the last do not count. ValueError for none.
     """
     files = [it for it in (workdir / "eval").glob("*.json") if it.stem.isdecimal()]
-    results = [it for it in map(read_json, files) if name in it["sets"]]
-    last = max(results, key=lambda it: it["step"], default=None)
-    scores = {
-        str(it["step"]): score
-        for it in results
-        if it["settings"][name] == last["settings"][name]
-        for key, score in it["sets"][name].items()
-        if key.startswith("mean@")
-    }
-    if (step := best_of(scores, steps)) is None:
+    found = [it for it in map(read_json, files) if name in it["sets"]]
+    last = max(found, key=lambda it: it["step"])["settings"][name] if found else {}
+    same = [it for it in found if it["settings"][name] == last]
+    scores = {str(it["step"]): it["sets"][name][f"mean@{last['k']}"] for it in same}
+    if (best := best_of(scores, steps)) is None:
         raise ValueError(
             f"{workdir} has no best checkpoint: none of {sorted(steps)} was evaluated on "
             f"checkpoint.best = {name!r}; give the number of one"
         )
-    return step
+    return best

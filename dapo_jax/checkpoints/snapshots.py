@@ -107,22 +107,17 @@ class Snapshots:
         self._seconds += time.monotonic() - start
 
     def keep(self, step: int) -> None:
-        """Has the snapshot after so many steps saved, due or not, and waits for that.
+        """Has the snapshot after so many steps saved, due or not; waits, as a stop leaves it out.
 
-        A stop saves the newest alone, which may come before one that waits. A resumed run has the
-        one that it began with on disk.
+        The one that a resumed run began with is on disk.
         """
-        start = time.monotonic()
         with self._changed:
-            for snapshot in [it for it in self._newest if it.step == step]:
-                if snapshot not in self._pending:
-                    self._pending.append(snapshot)
-                self._changed.notify_all()
-                self._wait_for(lambda it=snapshot: it not in self._pending)
-        self._seconds += time.monotonic() - start
+            self._pending.extend(here := [it for it in self._newest if it.step == step])
+            self._changed.notify_all()
+            self._wait_for(lambda: not {*here} & {*self._pending})
 
     def spent_seconds(self) -> float:
-        """Returns the seconds that `take` and `keep` had since the last call."""
+        """Returns the seconds that `take` had since the last call."""
         spent, self._seconds = self._seconds, 0.0
         return spent
 

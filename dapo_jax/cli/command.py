@@ -85,18 +85,6 @@ def define_distributed() -> None:
     )
 
 
-def define_step() -> None:
-    """Defines the flag of the commands that read a run's checkpoint."""
-    flags.DEFINE_string(
-        "step", None, "Of a run: finished steps of the checkpoint, 0 the start policy, or best."
-    )
-    flags.register_validator(
-        "step",
-        lambda step: step is None or step == "best" or step.isdecimal(),
-        "it has to be a number of finished steps, or best (by checkpoint.best)",
-    )
-
-
 def define_trust_code() -> None:
     """Defines the flag of the commands that open a run which may be a stranger's."""
     flags.DEFINE_bool("trust_code", False, "Import the modules that the run's config.json names.")
