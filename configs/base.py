@@ -216,8 +216,9 @@ KEYS = {
     "algo.policy_loss": Key("clip", "Eq. 8; or cispo, none, kl_cov, a custom \"module:function\"",
                             choices="dapo_jax.losses:POLICY_LOSSES", custom=True),
     "algo.args": Key({}, "constants of a custom policy_loss: --config.algo.args.NAME=1"),
-    "algo.advantage_scale": Key("group_std", "Eq. 9; or batch_std, token_whiten, none",
-                                choices="dapo_jax.losses:ADVANTAGES"),
+    "algo.advantage_scale": Key("group_std", "Eq. 9; or batch_std, token_whiten, none, a custom "
+                                "\"module:function\"",
+                                choices="dapo_jax.losses:ADVANTAGES", custom=True),
     "algo.eps_low": Key(0.2, "Eq. 10", at_least=0),
     "algo.eps_high": Key(0.28, "Eq. 10, clip-higher", at_least=0),
     "algo.dual_clip": Key(10.0, "bound on the loss of negative advantages (recipe)", above=1),
@@ -318,6 +319,8 @@ KEYS = {
     "log.eval_responses": Key(True, "eval/<finished steps>.<set>.jsonl.gz", may_change=True),
     "log.writers": Key(("tensorboard",), "more places for the numbers: \"tensorboard\", \"wandb\", "
                        "\"trackio\", a custom \"module:Class\"", may_change=True),
+    "log.metrics": Key((), "more numbers of a step: \"module:function\" of a "
+                       "dapo_jax.logs.metrics.Step", may_change=True),
 }
 # The keys of a data set: data.train, data.mixture.NAME (more training sets, mixed by weight) and
 # eval.sets.NAME.

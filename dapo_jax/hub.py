@@ -57,6 +57,13 @@ def local(path: str) -> str:
     return _fetched.get(path, (path,))[0]
 
 
+def base_of(path: str) -> dict[str, str | None]:
+    """Names a model as PEFT's files do: of a fetched one its repository and revision apart."""
+    name = MODEL.fullmatch(path) if path in _fetched else None
+    repo, revision = name.group("repo", "revision") if name else (path, None)
+    return {"base_model_name_or_path": repo, "revision": revision}
+
+
 def record() -> dict[str, dict[str, str]]:
     """Returns {"hub": {name: commit}} of the fetched names; {} without any."""
     return {"hub": {name: at[1] for name, at in sorted(_fetched.items())}} if _fetched else {}

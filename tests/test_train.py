@@ -229,8 +229,8 @@ def test_gspo_trains_by_ratios_to_the_learners_own_rounding(tmp_path):
 
 def test_a_run_whose_updates_are_left_out_stops_evaluated_and_saved(tmp_path, monkeypatch):
     """Every gradient is NaN. No step follows in whose session the evaluation could ride."""
-    nan = {"group_std": lambda reward_PG, length_PG: reward_PG * np.nan}
-    monkeypatch.setattr(train.losses, "ADVANTAGES", nan)
+    nan = train.losses.ADVANTAGES | {"group_std": lambda reward_PG, length_PG: reward_PG * np.nan}
+    monkeypatch.setitem(train.losses.CUSTOM, "advantage_scale", nan)
     config = small_config(**{"eval.every_steps": 2})
     with pytest.raises(SystemExit, match="step 1: 4 updates in a row were left out") as stopped:
         train.train(config, tmp_path)

@@ -130,8 +130,8 @@ def of_code(config: ConfigDict) -> dict[str, dict[str, str]]:
     sets |= mixture_settings(config)
     of_sets = ("task", "environment")
     named = [(f"{key}.{name}", it[name]) for key, it in sets.items() for name in of_sets]
-    named += [("log.writers", name) for name in config.log.writers]
-    named += [("algo.policy_loss", config.algo.policy_loss)]
+    named += [(f"log.{key}", name) for key in ("writers", "metrics") for name in config.log[key]]
+    named += [(f"algo.{key}", config.algo[key]) for key in ("policy_loss", "advantage_scale")]
     custom = [(key, name.partition(":")[0]) for key, name in named if ":" in name]
     if config.model.family not in families.BUILT_IN:
         custom.append(("model.family", config.model.family))

@@ -1,7 +1,8 @@
 """The table of metrics: what each one means, how a step computes it, where a person sees it.
 
 A new metric is a row of METRICS and nothing else; metrics.jsonl, TensorBoard, the live line, the
-summary and the curves follow. `python -m dapo_jax.logs.metrics` prints the table.
+summary and the curves follow. `python -m dapo_jax.logs.metrics` prints the table. One's own is a
+function of a Step, as "module:function" in log.metrics.
 Host only: no jax.
 """
 
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from dapo_jax.outside import imported
 from dapo_jax.types import GAVE_UP, Response, Rollouts, RolloutStats
 
 STATE, TOKENS, LOGP, VERDICTS = "digest/state", "digest/tokens", "digest/logp", "digest/verdicts"
@@ -299,6 +301,17 @@ def mean_measures(responses: Sequence[Response]) -> dict[str, float]:
     return {name: float(np.mean(values[name])) for name in sorted(values)}
 
 
+def own_metrics(names: Sequence[str]) -> dict[str, Callable[[Step], Any]]:
+    """Imports what log.metrics names, by the functions' names; ValueError for what is none."""
+    functions = {}
+    for name in names:
+        key, setting = name.rpartition(":")[2], f"log.metrics has {name!r}"
+        if ":" not in name or key in functions or key in {metric.key for metric in METRICS}:
+            raise ValueError(f'{setting}: give a "module:function" of a name that no metric has')
+        functions[key] = imported(setting, name)
+    return functions
+
+
 def step_row(step: Step) -> dict[str, float]:
     """The step's row of metrics.jsonl: every metric of the table that the step has.
 
@@ -316,6 +329,7 @@ def step_row(step: Step) -> dict[str, float]:
     }
     found = dict.fromkeys(metric.key for metric in METRICS) | given  # in the order of the table
     found |= {metric.key: metric.value(step) for metric in METRICS if metric.value}
+    found |= {key: of(step) for key, of in own_metrics(step.config.log.metrics).items()}
     row = {}
     for key, value in found.items():
         if value is not None:

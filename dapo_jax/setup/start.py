@@ -31,7 +31,7 @@ from dapo_jax.checkpoints.progress import Progress
 from dapo_jax.checkpoints.snapshots import Snapshots
 from dapo_jax.checkpoints.store import Checkpoints
 from dapo_jax.learner import TrainState
-from dapo_jax.logs import writers
+from dapo_jax.logs import metrics, writers
 from dapo_jax.logs.alarms import Alarms, require_finite
 from dapo_jax.logs.files import locked, read_json, read_rows
 from dapo_jax.logs.metrics import Stopwatch
@@ -125,7 +125,9 @@ def check(config: ConfigDict, *, training: bool = True) -> None:
     if training:
         for name in config.log.writers:
             writers.find(name)
-        losses.policy_loss(config.algo.policy_loss)
+        metrics.own_metrics(config.log.metrics)
+        for key in losses.CUSTOM:
+            losses.chosen(key, config.algo[key])
     if config.model.family and pathlib.Path(config.model.path or "/nowhere").is_dir():
         components.model_sizes(config)
 
