@@ -158,6 +158,13 @@ def test_each_advantage_scale_by_hand():
             assert not losses.advantages(equal_PG, some, one_PG, scale=name).any()
 
 
+def test_an_advantage_from_outside_is_that_of_the_trained_groups():
+    """One that a config file put into the table trained, and no other command knew it."""
+    reward_PG = np.array([[9, 0, 0, 0], [1, -1, -1, -1]], np.float32)
+    found = losses.advantages(reward_PG, np.array([1]), np.ones((2, 4)), scale="rloo:rloo")
+    np.testing.assert_allclose(found, [[0] * 4, [2, -2 / 3, -2 / 3, -2 / 3]], rtol=1e-6)
+
+
 LENGTHS = (1, 2, 3, 30, 4, 28, 9, 5)
 CUTS = np.cumsum(LENGTHS)[:-1]
 ADVANTAGE_PG = np.array([[1.5, -0.5, -0.5, -0.5], [0.9, -0.9, 0.9, -0.9]], np.float32)

@@ -58,6 +58,14 @@ def writer(name):
     beginning({"log.writers": (name,)})
 
 
+def training(settings):
+    """Refuses what training lacks; what reads a run needs neither its loss nor its metrics."""
+    config = tiny.get_config()
+    config.update_from_flattened_dict(settings)
+    start.check(config, training=False)
+    start.check(config)
+
+
 def sweep(changes):
     how = {"config": "configs/tiny.py", "settings": {}, "grid": (), "named": (), "seeds": "2"}
     plan.make(**how | {"start": ""} | changes)
@@ -101,6 +109,8 @@ REFUSED = [
     (key, ("learner.adam_eps", 1e-40), "but must be greater than 0, and finite in float32"),
     (key, ("rollout.top_p", 1.5), "but must be greater than 0, and at most 1"),
     (key, ("seed", 2**32), "but must be at least 0, and at most 4294967295"),
+    (training, {"algo.advantage_scale": "nowhere:rloo"}, "scale = 'nowhere:rloo', which cannot be"),
+    (training, {"log.metrics": ("nowhere:spread",)}, "has 'nowhere:spread', which cannot be"),
     (flag, "--config.eps_high=0.3", r"Did you mean --config\.algo\.eps_high\?"),
     (flag, "--config.eval.sets.arithmetic.top_q=1", "mean --config.eval.sets.arithmetic.top_p"),
     (flag, "--config.algo.gate=clip", "its name is --config.algo.policy_loss now"),

@@ -122,7 +122,7 @@ class Metric:
     unit: str
     meaning: str
     value: Callable[[Step], Any] | None = None
-    form: str = "{:.4g}"
+    form: str = "{:z.4g}"
     panel: str = ""
     line: str = ""
     summary: str = ""
@@ -149,7 +149,7 @@ METRICS: list[Metric] = [
     Metric("sampled_tokens_total", "tokens", "Tokens sampled for training by the run so far.",
            lambda s: s.sampled_tokens_total),
     Metric("reward/mean", "reward", "Mean reward (Eq. 7 and 13) of the sampled responses.",
-           lambda s: s.reward_PG.mean(), form="{:+6.3f}", panel="mean reward", line="reward",
+           lambda s: s.reward_PG.mean(), form="{:+z6.3f}", panel="mean reward", line="reward",
            summary="reward", higher_is_better=True),
     Metric("accuracy/mean", "share", "Correct share of the sampled responses.",
            lambda s: s.rollouts.correct_PG.mean(), form="{:6.1%}", panel="accuracy",

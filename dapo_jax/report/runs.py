@@ -15,6 +15,7 @@ from dapo_jax.logs.files import read_json, read_rows, read_starts
 from dapo_jax.logs.metrics import METRICS, TASK, score_metric
 
 AVERAGED_STEPS = 10  # first and last values of noisy rows are means over at most so many steps
+ELSEWHERE = ("eval/", "alarm/", "digest/", "seconds", "verdicts/")  # no metrics to draw and compare
 Key = str | tuple[str, str]  # of a run's rows, or of its evaluations
 
 
@@ -122,6 +123,17 @@ def mean_scores(runs: Mapping[str, Run]) -> dict[str, Key]:
     """The mean@k of the runs' evaluation sets, in order of first appearance."""
     pairs = (pair for run in runs.values() for pair in run.evaluations)
     return {" ".join(pair): pair for pair in pairs if pair[1].startswith("mean@")}
+
+
+def own_metrics(runs: Mapping[str, Run]) -> dict[str, str]:
+    """Returns the keys of rows that METRICS lacks and names for them: a task's, a loss's, yours."""
+    known = {metric.key for metric in METRICS}
+    keys = dict.fromkeys(key for run in runs.values() for row in run.rows for key in row)
+    return {
+        key: key.removeprefix(TASK).replace("_", " ") + ", the task's own" * key.startswith(TASK)
+        for key in keys
+        if key not in known and not key.startswith(ELSEWHERE)
+    }
 
 
 def column(rows: Sequence[Mapping], key: str) -> np.ndarray:
