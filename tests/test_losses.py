@@ -158,6 +158,24 @@ def test_each_advantage_scale_by_hand():
             assert not losses.advantages(equal_PG, some, one_PG, scale=name).any()
 
 
+def test_a_constant_is_declared_for_the_losses_that_read_it():
+    """A sweep over kl_cov_coef under clip had equal arms, and nobody said so."""
+    constants = {"eps_low", "eps_high", "dual_clip", "kl_cov_coef"}
+    logp, token = token_of([1.0], [1.0])
+    token = dataclasses.replace(token, is_high_cov_BT=np.ones((1, 1), bool))
+    for loss in losses.POLICY_LOSSES:
+        learning, read = learning_of(policy_loss=loss), set()
+
+        class Seen:
+            def __getattr__(self, name, learning=learning, read=read):
+                read.add(name)
+                return getattr(learning, name)
+
+        losses.token_loss(logp, token, Seen())
+        declared = {name for name in constants if loss in base.KEYS[f"algo.{name}"].only}
+        assert read & constants == declared, loss
+
+
 def test_an_advantage_from_outside_is_that_of_the_trained_groups():
     """One that a config file put into the table trained, and no other command knew it."""
     reward_PG = np.array([[9, 0, 0, 0], [1, -1, -1, -1]], np.float32)

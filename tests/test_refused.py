@@ -126,7 +126,12 @@ REFUSED = [
     (task, {"task": "reasoning_gym"}, r"missing a required.*: 'name' \(data.train.args\)"),
     (task, {"task": COUNTDOWN, "args": {"number": 4}}, r"'number' .*; it takes \(count: int, "),
     (task, {"kind": "arithmetic", "path": "sums.csv"}, "= 'sums.csv', but .* takes no path"),
-    (task, {"task": COUNTDOWN, "answer_field": "sum"}, r"takes no answer_field .*answer_field=\)"),
+    (
+        task,
+        {"path": "sums.csv", "count": 100},
+        "train.count = 100, but .* takes no count and would",
+    ),
+    (task, {"task": COUNTDOWN, "answer_field": "sum"}, "takes no answer_field .*; leave it ''"),
     (
         task,
         {"task": COUNTDOWN, "args": {"on_bad_row": "skip", "path": "a"}},
@@ -145,6 +150,11 @@ REFUSED = [
     (sweep, {"grid": ["algo.eps_hihg=0.2"]}, "no key 'algo.eps_hihg'.*mean --config.algo.eps_high"),
     (sweep, {"grid": ["algo.eps_high=-1"]}, "arm 'eps_high=-1': .* = -1.0, but must be"),
     (sweep, {"grid": ["preset=dapo,naive_gpro"]}, "arm 'naive_gpro': .*did you mean 'naive_grpo'"),
+    (
+        sweep,
+        {"grid": ["algo.policy_loss=none,clip", "algo.eps_high=0.2,0.3"]},
+        "none.eps_high=0.2' and .*none.eps_high=0.3' are equal: .* = 0.3 has no .*= clip or cispo",
+    ),
     (sweep, {"grid": TWICE}, "have algo.eps_high twice"),
     (sweep, {"grid": ["seed=1,2"]}, "give --seeds=5"),
     (sweep, {"named": ["a: num_steps=2", "a: num_steps=3"]}, "'a' cannot name .* or two arms"),

@@ -22,7 +22,7 @@ from clu import parameter_overview
 from etils import epath
 from ml_collections import ConfigDict
 
-from configs.base import leaves
+from configs.base import key_of, leaves, without_effect
 from configs.compare import as_json, config_differences
 from dapo_jax import hub, losses
 from dapo_jax.checkpoints import fingerprint
@@ -62,12 +62,14 @@ class Planned:
         """Says what devices, data and sizes a step has."""
         r, mesh = self.config.rollout, self.programs.mesh
         axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+        changed = [key for key, value in leaves(self.config) if value != key_of(key).default]
         return [
             f"devices: {mesh.size} x {jax.devices()[0].device_kind}, mesh {axes}",
             *self.data.report_lines(),
             f"a step: {r.num_prompts} prompts x {r.group_size} responses of at most "
             f"{r.max_response_tokens} tokens, {self.config.updates_per_step} updates",
             *self.chosen,
+            *without_effect(self.config, changed).values(),
         ]
 
     def session(self, weights: dict, *streams: Stream) -> Session:
