@@ -112,7 +112,7 @@ def make(
     for arm, of_arm in plan.configs.items():
         unread = without_effect(of_arm, plan.arms[arm])
         effective = repr([it for it in leaves(of_arm) if it[0] not in unread])
-        if (twin := arms.setdefault(effective, arm)) != arm:
+        if (twin := arms.setdefault(effective, arm)) != arm and unread:
             raise ValueError(f"arms {twin!r} and {arm!r} are equal: {'; '.join(unread.values())}")
     return plan
 
