@@ -111,4 +111,7 @@ def hint(name: str, known: Sequence[str], prefix: str = "") -> str:
     if new := base.RENAMED.get(name):
         return f" (its name is {prefix}{new} now)"
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    if not near:  # the section was left out
+        ends = {it.rpartition(".")[2]: it for it in known}
+        near = [ends[it] for it in difflib.get_close_matches(name, ends, n=1, cutoff=0.7)]
     return f" (Did you mean {prefix}{near[0]}?)" if near else ""

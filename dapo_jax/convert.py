@@ -1,8 +1,11 @@
 """Exports a run's policy as a Hugging Face directory, or casts such a directory.
 
-    python -m dapo_jax.convert --from=run:WORKDIR [--step=N] --to=hf:DIR [--dtype=bfloat16]
+    python -m dapo_jax.convert --from=run:WORKDIR [--step=N] --to=hf:DIR
     python -m dapo_jax.convert --from=run:WORKDIR --to=peft:DIR            # LoRA's factors alone
     python -m dapo_jax.convert --from=hf:ORG/NAME --to=hf:DIR [--dtype=float32|bfloat16|float16]
+
+--dtype is float32, or of a run without LoRA its model.compute_dtype: its policy is its weights in
+that, and what float32 has beside may be random (learner.spread_start).
 
 A run is a training run's --workdir. A directory may be in a bucket (gs://). The tokenizer's files
 are copied along; a sentencepiece model is written as tokenizer.json, from which transformers has
@@ -34,13 +37,14 @@ KEPT_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embed
 
 
 def convert(
-    source: str, target: str, *, dtype: str, step: int | str | None = None, trust_code: bool = False
+    source: str, target: str, *, dtype: str = "", step: str | None = None, trust_code: bool = False
 ) -> str:
     """Reads the model at `source`, writes it at `target` in `dtype`; returns a one-line summary.
 
     source: "hf:DIR", or "run:WORKDIR", of which `step` (None: the newest, or "best") is the
     checkpoint.
-    target: "hf:DIR", or "peft:DIR" for a run's LoRA factors alone. trust_code: whether a module
+    target: "hf:DIR", or "peft:DIR" for a run's LoRA factors alone. dtype: "": as without
+    --dtype. trust_code: whether a module
     that the run names may be imported.
     """
     exports = ("hf", "peft") if source.startswith("run:") else ("hf",)
@@ -53,8 +57,9 @@ def convert(
     ):
         raise FileExistsError(f"--to: {to_path} exists and is not an empty directory")
 
-    host = jax.local_devices(backend="cpu")[0]
+    host, note = jax.local_devices(backend="cpu")[0], ""
     if from_kind == "hf":
+        dtype = dtype or "float32"
         tokenizer_path, config = from_path, load_config(from_path)
         shardings = jax.sharding.SingleDeviceSharding(host)
         params = hf.load_params(from_path, config, dtype=dtype, shardings=shardings)
@@ -64,7 +69,10 @@ def convert(
         run_config = policy.run_config(workdir, trust_code=trust_code)
         run, _, params, start = policy.load_policy(run_config, workdir, lambda *_: None, step=step)
         config, learning = run.programs.sizes, run.programs.learning
-        model_path = hub.local(run_config.model.path)
+        model_path, computed = hub.local(run_config.model.path), run_config.model.compute_dtype
+        dtype = dtype or ("float32" if learning.lora else computed)
+        if not learning.lora and dtype != computed:
+            note = f" (the policy itself is in {computed})"
         if to_kind == "peft":
             if not learning.lora:
                 raise ValueError(f"--to is {target!r}, but {source} has learner.lora_rank = 0")
@@ -105,7 +113,8 @@ def convert(
             kept |= end
         hf.save_hf(params, config, folder, dtype=dtype, extra_config=kept)
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
-    return f"{source} -> {target}: {count:,} parameters in {dtype}; also {', '.join(names) or '-'}"
+    also = ", ".join(names) or "-"
+    return f"{source} -> {target}: {count:,} parameters in {dtype}{note}; also {also}"
 
 
 @contextlib.contextmanager
@@ -157,7 +166,7 @@ def main(_):
 if __name__ == "__main__":
     flags.DEFINE_string("from", None, "What to read: hf:DIR or run:DIR.", required=True)
     flags.DEFINE_string("to", None, "What to write: hf:DIR or peft:DIR.", required=True)
-    flags.DEFINE_enum("dtype", "float32", hf.DTYPES, "The written arrays' type.")
+    flags.DEFINE_enum("dtype", None, hf.DTYPES, "The written arrays' type.")
     flags.DEFINE_string("step", None, "Of a run: finished steps of the checkpoint, or best.")
     flags.DEFINE_string("family", "qwen2", "The model's family, as config.model.family has it.")
     command.define_trust_code()

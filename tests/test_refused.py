@@ -112,6 +112,7 @@ REFUSED = [
     (training, {"algo.advantage_scale": "nowhere:rloo"}, "scale = 'nowhere:rloo', which cannot be"),
     (training, {"log.metrics": ("nowhere:spread",)}, "has 'nowhere:spread', which cannot be"),
     (flag, "--config.eps_high=0.3", r"Did you mean --config\.algo\.eps_high\?"),
+    (sweep, {"grid": ["eps_hihg=0.2"]}, "no key 'eps_hihg'.*mean --config.algo.eps_high"),
     (flag, "--config.eval.sets.arithmetic.top_q=1", "mean --config.eval.sets.arithmetic.top_p"),
     (flag, "--config.algo.gate=clip", "its name is --config.algo.policy_loss now"),
     (flag, f"{NEW}new.promt_field=x", "promt_field.*Did you mean .*prompt_field"),

@@ -305,5 +305,9 @@ def test_the_command_prints_what_it_draws_and_leaves_each_runs_pictures_alone(
     *summary, last = report(f"--workdir={first}").splitlines()
     assert summary == summary_lines(load_run(first))
     assert last == f"page: {first / 'report.html'}"
-    with pytest.raises(SystemExit, match=r"metrics\.jsonl"):
-        report(f"--workdir={tmp_path}")
+    for absent in (tmp_path, tmp_path / "nowhere"):
+        message = rf"report: {absent}/metrics.jsonl is missing: {absent} holds no run$"
+        with pytest.raises(SystemExit, match=message):
+            report(f"--workdir={absent}")
+    with pytest.raises(SystemExit, match=r"nowhere.json: No such file .*\(ENOENT\)"):
+        report("--evaluation", tmp_path / "nowhere.json", tmp_path / "nowhere.json")

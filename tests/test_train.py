@@ -13,6 +13,8 @@ from runs import responses, rows_without_timings, saved_steps
 from shared_programs import STEPS, programs_compiled_once, small_config  # noqa: F401  a fixture
 
 from dapo_jax import train
+from dapo_jax.checkpoints import fingerprint
+from dapo_jax.checkpoints.progress import Progress
 from dapo_jax.checkpoints.store import Checkpoints
 from dapo_jax.convert import convert
 from dapo_jax.evaluation import majority_is_correct, summarize
@@ -20,6 +22,7 @@ from dapo_jax.logs.files import read_rows
 from dapo_jax.logs.metrics import METRICS
 from dapo_jax.process import hosts
 from dapo_jax.setup import components, dry_run, policy
+from dapo_jax.setup import start as starts
 from dapo_jax.setup.start import Parent, is_finished
 from dapo_jax.tasks.math_problems import MathTask
 from dapo_jax.tasks.tokenizer import load_tokenizer
@@ -152,6 +155,9 @@ def test_a_dry_run_checks_and_tells_the_next_step_and_writes_nothing(finished, t
     assert re.search(r"first prompt of data\.train, whose answer is '-?\d+':\n  \| Solve the", new)
     assert f"dry run: 0 of 3 steps are done in {tmp_path / 'new'}. Nothing was written" in new
     assert not (tmp_path / "new").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"--workdir=.*/file is a file"):
+        lines(tmp_path / "file")
     before = times(finished)
     assert "dry run: 3 of 7 steps are done" in lines(finished, num_steps=7)
     with pytest.raises(ValueError, match=r"num_steps = 2, but the run in .* has finished 3 steps"):
@@ -280,6 +286,25 @@ def test_a_run_exports_to_hugging_face(finished, tmp_path):
     state, _ = Checkpoints(finished / "checkpoints", keep=3).restore(STEPS, programs.state)
     exported = load_params(tmp_path, programs.sizes, dtype="float32")
     jax.tree.map(np.testing.assert_array_equal, exported, state.params)
+
+
+def test_an_export_of_a_spread_start_is_the_policy_that_was_sampled(tmp_path):
+    """In float32 it had the start's random bits, and was another policy, without a word."""
+    start = small_config().model.path
+    config = small_config(num_steps=1, **{"model.compute_dtype": "bfloat16"}, **UNEVALUATED)
+    planned = starts.plan_training(config, tmp_path, None)
+    saved = Checkpoints(tmp_path / "checkpoints", keep=1)
+    saved.fingerprint = fingerprint.of_run(planned.config, planned.data)
+    saved.save(1, planned.programs.start_state(), Progress().to_json())
+    (tmp_path / "config.json").write_text(planned.config.to_json_best_effort())
+    for dtype, same in ((None, True), ("float32", False)):
+        said = convert(f"run:{tmp_path}", f"hf:{tmp_path / str(dtype)}", dtype=dtype)
+        assert ("the policy itself is in bfloat16" in said) != same
+        params, theirs = (
+            load_params(path, planned.programs.sizes, dtype="float32" if dtype else "bfloat16")
+            for path in (tmp_path / str(dtype), start)
+        )
+        assert all(jax.tree.leaves(jax.tree.map(np.array_equal, params, theirs))) == same
 
 
 def test_scores_by_hand():

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from dapo_jax.logs.files import write_file
+from dapo_jax.process.failures import explain
 from dapo_jax.report import compare, evaluations, page, plots, runs
 from dapo_jax.report.rows import read_rows_file
 from dapo_jax.report.runs import Run
@@ -85,7 +86,7 @@ def main() -> None:
             folder /= "compared" if len(set(given.workdir)) > 1 else ""
             print(f"page: {write_report(folder, loaded, baseline=given.baseline)}")
     except (EOFError, OSError, ValueError) as error:
-        sys.exit(f"dapo_jax.report: {error}")
+        sys.exit(f"dapo_jax.report: {explain(error)[0]}")
 
 
 if __name__ == "__main__":

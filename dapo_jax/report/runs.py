@@ -55,6 +55,8 @@ def load_run(workdir: str | pathlib.Path, *, arm: str = "") -> Run:
     """
     workdir = pathlib.Path(workdir)
     path, config_path = workdir / "metrics.jsonl", workdir / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing: {workdir} holds no run")
     if not (rows := read_rows(path)):
         raise ValueError(f"{path} has no rows yet: the run in {workdir} has not finished a step")
     config = flatten(read_json(config_path)) if config_path.is_file() else {}

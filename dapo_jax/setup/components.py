@@ -157,7 +157,8 @@ def model_sizes(config: ConfigDict) -> ModelConfig:
 
 def positions_of(path: str, sizes: ModelConfig) -> int | None:
     """Returns the number of positions that a model directory names; None where it names none."""
-    positions = read_config(path).get("max_position_embeddings")
+    key = "max_position_embeddings"
+    positions = read_config(path).get(key, sizes.defaults.get(key))
     if positions and isinstance(sizes.rope_scaling, YarnScaling):
         # Qwen's model cards add the scaling and leave the number as it was.
         positions = max(positions, sizes.rope_scaling.positions)

@@ -16,7 +16,6 @@ from typing import Protocol
 
 import numpy as np
 
-from configs.base import DATASET
 from dapo_jax.outside import imported
 from dapo_jax.tasks.rows import DataError, DataReport
 from dapo_jax.tasks.tokenizer import Tokenizer, begun_answer
@@ -32,8 +31,6 @@ BUILT_IN = {
 }
 
 
-_OF_FILES = ("path", "prompt_field", "answer_field", "template")
-_OF_GENERATED = ("levels", "count", "seed", "split")
 # Settings of a data set that a task may well have a parameter of its own for.
 _OF_EVALUATION = {"k", "temperature", "top_p", "top_k", "max_tokens", "weight", "args"}
 
@@ -73,11 +70,11 @@ def make_task(key: str, settings: Mapping) -> Task:
         raise DataError(f"{where}: there is no such task. {known}")
     task_class = imported(where, path, ("load", "grade"))
     signature = inspect.signature(task_class)
-    for field in _OF_FILES + _OF_GENERATED:
-        if settings[field] != DATASET[field].default and field not in signature.parameters:
+    for field in ("path", "prompt_field", "answer_field", "template"):
+        if settings[field] and field not in signature.parameters:
             raise DataError(
                 f"{key}.{field} = {settings[field]!r}, but {where} takes no {field} and would "
-                f"ignore it; leave it {DATASET[field].default!r}, or change {key}.task or .kind"
+                f"ignore it; leave it empty ({key}.{field}=), or change {key}.task or {key}.kind"
             )
     arguments = {it: settings[it] for it in signature.parameters if it in settings}
     if elsewhere := settings["args"].keys() & settings.keys() - _OF_EVALUATION:
