@@ -4,12 +4,11 @@
     python -m dapo_jax.convert --from=run:WORKDIR --to=peft:DIR            # LoRA's factors alone
     python -m dapo_jax.convert --from=hf:ORG/NAME --to=hf:DIR [--dtype=float32|bfloat16|float16]
 
---dtype is float32, or of a run without LoRA its model.compute_dtype: its policy is its weights in
-that, and what float32 has beside may be random (learner.spread_start).
-
-A run is a training run's --workdir. A directory may be in a bucket (gs://). The tokenizer's files
-are copied along; a sentencepiece model is written as tokenizer.json, from which transformers has
-the same ids. --family=MODULE names a model family of one's own.
+A policy without LoRA is a run's weights in model.compute_dtype, which --dtype is by default; what
+float32 has beside may be random (learner.spread_start). Elsewhere it is float32. A run is a
+training run's --workdir. A directory may be in a bucket (gs://). The tokenizer's files are copied
+along; a sentencepiece model is written as tokenizer.json, from which transformers has the same ids.
+--family=MODULE names a model family of one's own.
 """
 
 import contextlib
@@ -42,10 +41,8 @@ def convert(
     """Reads the model at `source`, writes it at `target` in `dtype`; returns a one-line summary.
 
     source: "hf:DIR", or "run:WORKDIR", of which `step` (None: the newest, or "best") is the
-    checkpoint.
-    target: "hf:DIR", or "peft:DIR" for a run's LoRA factors alone. dtype: "": as without
-    --dtype. trust_code: whether a module
-    that the run names may be imported.
+    checkpoint. target: "hf:DIR", or "peft:DIR" for a run's LoRA factors alone. dtype: "": as
+    without --dtype. trust_code: whether a module that the run names may be imported.
     """
     exports = ("hf", "peft") if source.startswith("run:") else ("hf",)
     to_kind, to_path = _place("to", target, exports)
@@ -57,7 +54,7 @@ def convert(
     ):
         raise FileExistsError(f"--to: {to_path} exists and is not an empty directory")
 
-    host, note = jax.local_devices(backend="cpu")[0], ""
+    host = jax.local_devices(backend="cpu")[0]
     if from_kind == "hf":
         dtype = dtype or "float32"
         tokenizer_path, config = from_path, load_config(from_path)
@@ -69,10 +66,8 @@ def convert(
         run_config = policy.run_config(workdir, trust_code=trust_code)
         run, _, params, start = policy.load_policy(run_config, workdir, lambda *_: None, step=step)
         config, learning = run.programs.sizes, run.programs.learning
-        model_path, computed = hub.local(run_config.model.path), run_config.model.compute_dtype
-        dtype = dtype or ("float32" if learning.lora else computed)
-        if not learning.lora and dtype != computed:
-            note = f" (the policy itself is in {computed})"
+        model_path = hub.local(run_config.model.path)
+        dtype = dtype or ("float32" if learning.lora else run_config.model.compute_dtype)
         if to_kind == "peft":
             if not learning.lora:
                 raise ValueError(f"--to is {target!r}, but {source} has learner.lora_rank = 0")
@@ -113,8 +108,7 @@ def convert(
             kept |= end
         hf.save_hf(params, config, folder, dtype=dtype, extra_config=kept)
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
-    also = ", ".join(names) or "-"
-    return f"{source} -> {target}: {count:,} parameters in {dtype}{note}; also {also}"
+    return f"{source} -> {target}: {count:,} parameters in {dtype}; also {', '.join(names) or '-'}"
 
 
 @contextlib.contextmanager

@@ -6,11 +6,10 @@ A step of DAPO differs from one of GRPO in four ways: the upper clip is higher (
 are all right or all wrong are replaced by new ones (Eq. 11), every token weighs the same (Eq. 12),
 and length is punished softly before it is cut (Eq. 13). `rl_step` is one step in the paper's order.
 
-The same command resumes a run that was stopped. --start=run:DIR@STEP begins with checkpoint STEP of
-the run in DIR (or best: by checkpoint.best), under another config (a fork). On several hosts the
-command is given on each of them, with --distributed. Exit status: 0: done. 75: stopped by a signal,
-or by storage that fails for a while: run the same command again. 1: an error, or no step had an
-update with a gradient.
+The same command resumes a run that was stopped. --start=run:DIR@STEP begins with checkpoint STEP,
+or best, of the run in DIR, under another config (a fork). On several hosts it is given on each of
+them, with --distributed. Exit status: 0: done. 75: stopped by a signal, or by storage that fails
+for a while: run the same command again. 1: an error, or no step had an update with a gradient.
 """
 
 import contextlib
@@ -48,11 +47,10 @@ def train(config, workdir: pathlib.Path, parent=None, profile: int | None = None
         run, state, progress = start.open_run(config, workdir, parent, stack)
         if profile is not None and profile < run.step:
             raise ValueError(f"--profile={profile}: that step is done; the next is {run.step}")
-        # No step evaluates a fork's first policy, which all forks have, or that of a stopped run
-        # whose num_steps was lowered to the steps that it has done.
-        first = run.step == run.begin_step and not run.evaluates_in(run.step)
+        # A fork, of which all have a first point, or the end of a run that was to have more steps.
+        alone = run.step == run.begin_step and not run.evaluates_in(run.step)
         result = workdir / "eval" / f"{run.step}.json"
-        alone = run.sets and (first or run.step == config.num_steps)
+        alone = run.sets and (alone or run.step == config.num_steps)
         if alone and hosts.on_main(lambda: not result.is_file()):
             evaluate_alone(run, state, run.step)
         session = None  # of partial rollouts: it goes on in the next step
@@ -272,8 +270,8 @@ def main(_):
     given = flags.FLAGS
     config, workdir = given.config, pathlib.Path(given.workdir)
     hosts.start(several=given.distributed, cpu_devices=config.mesh.cpu_devices)
-    start = given.start
-    parent = None if start is None else hosts.on_main(lambda: fingerprint.Parent.parse(start))
+    text = given.start
+    parent = None if text is None else hosts.on_main(lambda: fingerprint.Parent.parse(text))
     if given.dry_run:
         return dry_run.dry_run(config, workdir, parent)
     return train(config, workdir, parent, given.profile)

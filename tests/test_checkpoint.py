@@ -88,7 +88,9 @@ def test_the_best_step_is_named_by_the_evaluations_of_one_kind(tmp_path):
         write(*result)
     (tmp_path / "eval" / "8.aime24.t1_p1_k4.json").write_text("{}")  # of `evaluate`
     assert best_step(tmp_path, "aime24", [2, 4, 6, 8]) == 4  # 0 and 9 have no checkpoint
-    with pytest.raises(ValueError, match=r"none of \[2, 3\] was evaluated on .*best = 'aime24'"):
+    with pytest.raises(
+        ValueError, match=r"none of its checkpoints \[2, 3\] was evaluated on .*best = 'aime24'"
+    ):
         best_step(tmp_path, "aime24", [2, 3])
     for step in (2, 4, 6, 8):
         (tmp_path / "checkpoints" / f"{step}").mkdir(parents=True)

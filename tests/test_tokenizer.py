@@ -99,10 +99,10 @@ def test_an_id_beyond_the_models_rows_is_refused_only_where_a_text_a_stop_or_a_t
     with pytest.raises(ValueError, match=message):
         tokenizer.encode_chat(user(f"no {image}"))
     assert max(tokenizer.between(user(f"no {image}"), 258)) < 259
-    with pytest.raises(ValueError, match=r"stop_tokens: '<.image.>' is no token"):
+    with pytest.raises(ValueError, match=r"stop_tokens: '<.image.>' is not in"):
         load(folder, stop_tokens=[image], rows=259)
     (folder / "generation_config.json").write_text('{"eos_token_id": [258, 259]}')
-    with pytest.raises(ValueError, match=r"\[258, 259\], but ids are below 259"):
+    with pytest.raises(ValueError, match=r"\[258, 259\], but ids with a row are below 259"):
         load(folder, rows=259)
     assert load(folder).vocab_size == 260
     assert load(piece_file, rows=290).vocab_size == 290
@@ -141,7 +141,7 @@ ENDS_NOWHERE["tokenizer.json"] = bpe().to_str()
         ({}, "neither a directory with a tokenizer's files nor a sent"),
         ({"tokenizer.model": "no"}, "tokenizer.model is not a sentencepiece m"),
         ({"tokenizer.json": "{"}, r"cannot be read: .*\(tokenizer\.path\)"),
-        (ENDS_NOWHERE, r"generation_config.json: eos_token_id is .*but ids are below"),
+        (ENDS_NOWHERE, r"generation_config.json: eos_token_id is .*but ids with a row"),
     ],
 )
 def test_what_cannot_be_loaded_is_named(tmp_path, files, message):

@@ -1,19 +1,16 @@
-"""The best policy of a run, by mean@k of the set that checkpoint.best names; the first of equals.
-
-`--step=best` and `--start=run:DIR@best` take its checkpoint.
-"""
+"""A run's best policy, by mean@k of the set that checkpoint.best names; the first of equals."""
 
 import pathlib
 from collections.abc import Iterable, Mapping
 
 from dapo_jax.logs.files import read_json
 
-BEST = "best"  # in the place of a step
+BEST = "best"  # in the place of a step, of --step and --start
 
 
 def best_of(scores: Mapping[str, float], steps: Iterable[int]) -> int | None:
     """Returns which of these finished steps has the best score; None where none has any."""
-    scored = [step for step in sorted(steps) if str(step) in scores]
+    scored = (step for step in sorted(steps) if str(step) in scores)
     return max(scored, key=lambda step: scores[str(step)], default=None)
 
 
@@ -28,8 +25,8 @@ def best_step(workdir: pathlib.Path, name: str, steps: Iterable[int]) -> int:
     same = [it for it in found if it["settings"][name] == last]
     scores = {str(it["step"]): it["sets"][name][f"mean@{last['k']}"] for it in same}
     if (best := best_of(scores, steps)) is None:
-        raise ValueError(
-            f"{workdir} has no best checkpoint: none of {sorted(steps)} was evaluated on "
-            f"checkpoint.best = {name!r}; give the number of one"
+        what = (
+            f"none of its checkpoints {sorted(steps)} was evaluated on checkpoint.best = {name!r}"
         )
+        raise ValueError(f"{workdir}: {what}; give the number of one")
     return best

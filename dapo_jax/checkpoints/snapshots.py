@@ -107,10 +107,7 @@ class Snapshots:
         self._seconds += time.monotonic() - start
 
     def keep(self, step: int) -> None:
-        """Has the snapshot after so many steps saved, due or not; waits, as a stop leaves it out.
-
-        The one that a resumed run began with is on disk.
-        """
+        """Saves the snapshot after so many steps, due or not; waits, as a stop leaves it out."""
         with self._changed:
             self._pending.extend(here := [it for it in self._newest if it.step == step])
             self._changed.notify_all()

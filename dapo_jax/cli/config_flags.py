@@ -27,9 +27,8 @@ class TupleParser(tuple_parser.TupleParser):
 
     def parse(self, argument):
         """Returns a tuple."""
-        if not isinstance(argument, str) or argument[:1] in "([{'\"" or argument[:1].isdigit():
-            return super().parse(argument)
-        return tuple(argument.split(","))
+        is_python = not isinstance(argument, str) or re.match(r"$|[\d(\['\"]", argument)
+        return super().parse(argument) if is_python else tuple(argument.split(","))
 
 
 register_flag_parser_for_type(tuple, TupleParser())

@@ -1,9 +1,8 @@
 """The table of metrics: what each one means, how a step computes it, where a person sees it.
 
 A new metric is a row of METRICS and nothing else; metrics.jsonl, TensorBoard, the live line, the
-summary and the curves follow. `python -m dapo_jax.logs.metrics` prints the table. One's own is a
-function of a Step, as "module:function" in log.metrics.
-Host only: no jax.
+summary and the curves follow. `python -m dapo_jax.logs.metrics` prints the table. log.metrics names
+your own: "module:function" of a Step. Host only: no jax.
 """
 
 import collections
@@ -303,13 +302,12 @@ def mean_measures(responses: Sequence[Response]) -> dict[str, float]:
 
 def own_metrics(names: Sequence[str]) -> dict[str, Callable[[Step], Any]]:
     """Imports what log.metrics names, by the functions' names; ValueError for what is none."""
-    functions = {}
-    for name in names:
-        key, setting = name.rpartition(":")[2], f"log.metrics has {name!r}"
-        if ":" not in name or key in functions or key in {metric.key for metric in METRICS}:
-            raise ValueError(f'{setting}: give a "module:function" of a name that no metric has')
-        functions[key] = imported(setting, name)
-    return functions
+    own = {it.rpartition(":")[2]: imported(f"log.metrics has {it!r}", it) for it in names}
+    if taken := ", ".join(own.keys() & {metric.key for metric in METRICS}):
+        raise ValueError(
+            f"log.metrics: a metric is called {taken}; give your function another name"
+        )
+    return own
 
 
 def step_row(step: Step) -> dict[str, float]:

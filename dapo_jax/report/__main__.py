@@ -56,8 +56,8 @@ def write_report(
         for name, figure in ((name, curves(loaded)) for name, curves in draw.items())
         for form in ("png", "svg", "pdf")
     }
-    pictures = [files[f"{name}.png"] for name in draw]
-    text = page.render(loaded, pictures=pictures, baseline=baseline)
+    pngs = [files[f"{name}.png"] for name in draw]
+    text = page.render(loaded, pictures=pngs, baseline=baseline)
     files["table.csv"] = compare.csv_text(loaded).encode()
     files["report.html"] = text.encode(errors="backslashreplace")  # responses may hold anything
     for name, content in files.items():

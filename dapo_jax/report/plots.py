@@ -19,15 +19,7 @@ from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
 
 from dapo_jax.logs.metrics import METRICS
 from dapo_jax.printable import shortened
-from dapo_jax.report.runs import (
-    Key,
-    Run,
-    by_arm,
-    mean_scores,
-    own_metrics,
-    points,
-    tokens_before,
-)
+from dapo_jax.report.runs import Key, Run, by_arm, mean_scores, own_metrics, points, tokens_before
 from dapo_jax.report.statistics import nan_mean
 
 ACCURACY = "accuracy/mean"  # shares a panel with the evaluations
@@ -59,10 +51,8 @@ def panels(runs: Mapping[str, Run]) -> list[Panel]:
             if metric.key == ACCURACY:
                 curves = {"training": ACCURACY} | mean_scores(runs)
             drawn += [(metric.panel, metric.unit, *curve) for curve in curves.items()]
-    drawn += [(name, "", name, key) for key, name in sorted(own_metrics(runs).items())]
-    least = min(
-        2, max(len(run.rows) for run in runs.values())
-    )  # a run of one step has points alone
+    drawn += [(name, "", name, key) for key, name in own_metrics(runs).items()]
+    least = min(2, max(len(run.rows) for run in runs.values()))  # one step has points alone
     drawn = [curve for curve in drawn if _most_points(runs, curve[-1]) >= least]
     in_table = collections.Counter(metric.panel for metric in METRICS)
     here = collections.Counter(title for title, *_ in drawn)

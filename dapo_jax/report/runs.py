@@ -15,7 +15,6 @@ from dapo_jax.logs.files import read_json, read_rows, read_starts
 from dapo_jax.logs.metrics import METRICS, TASK, score_metric
 
 AVERAGED_STEPS = 10  # first and last values of noisy rows are means over at most so many steps
-ELSEWHERE = ("eval/", "alarm/", "digest/", "seconds", "verdicts/")  # no metrics to draw and compare
 Key = str | tuple[str, str]  # of a run's rows, or of its evaluations
 
 
@@ -55,8 +54,6 @@ def load_run(workdir: str | pathlib.Path, *, arm: str = "") -> Run:
     """
     workdir = pathlib.Path(workdir)
     path, config_path = workdir / "metrics.jsonl", workdir / "config.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing: {workdir} holds no run")
     if not (rows := read_rows(path)):
         raise ValueError(f"{path} has no rows yet: the run in {workdir} has not finished a step")
     config = flatten(read_json(config_path)) if config_path.is_file() else {}
@@ -129,13 +126,11 @@ def mean_scores(runs: Mapping[str, Run]) -> dict[str, Key]:
 
 def own_metrics(runs: Mapping[str, Run]) -> dict[str, str]:
     """Returns the keys of rows that METRICS lacks and names for them: a task's, a loss's, yours."""
-    known = {metric.key for metric in METRICS}
+    elsewhere = ("eval/", "alarm/", "digest/", "seconds", "verdicts/")
     keys = dict.fromkeys(key for run in runs.values() for row in run.rows for key in row)
-    return {
-        key: key.removeprefix(TASK).replace("_", " ") + ", the task's own" * key.startswith(TASK)
-        for key in keys
-        if key not in known and not key.startswith(ELSEWHERE)
-    }
+    own = [it for it in keys.keys() - {it.key for it in METRICS} if not it.startswith(elsewhere)]
+    of = {True: ", the task's own", False: ""}
+    return {it: it.removeprefix(TASK).replace("_", " ") + of[TASK in it] for it in sorted(own)}
 
 
 def column(rows: Sequence[Mapping], key: str) -> np.ndarray:

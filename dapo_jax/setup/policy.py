@@ -109,8 +109,6 @@ def load_policy(
             if step == BEST:
                 best, steps = config.checkpoint.best, saved.steps()
                 step = hosts.on_main(lambda: best_step(workdir, best, steps))
-            elif not (step is None or str(step).isdecimal()):
-                raise ValueError(f"--step={step}: must be a number of finished steps, or best")
             step = None if step is None else int(step)
             found = restored(programs, saved, step, may_differ=may_differ)
     start.require_finite_start(config, *found)

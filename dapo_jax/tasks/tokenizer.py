@@ -85,8 +85,7 @@ class PlainText:
 class HuggingFaceTokenizer(PlainText):
     """The tokenizer, chat template and end tokens of a Hugging Face directory.
 
-    vocab_size: 1 + the largest id that exists and that the model has a row for: either may have
-        more, the model padding, a family's shared tokenizer the tokens of its larger models.
+    vocab_size: 1 + the largest id that exists and has a row in the model, which may have more.
     stop_ids: ids that end a response, at least one.
     chat: "template" or "none", how messages become a prompt.
     date: the day that the template writes; "": today's, or that it writes none.
@@ -164,10 +163,12 @@ class HuggingFaceTokenizer(PlainText):
         special = [it.content for it in self._tokenizer.added_tokens_decoder.values() if it.special]
         return max(filter(behind.lstrip().startswith, special), key=len, default=None)
 
+    def _ids(self, text: str, **how) -> list[int]:
+        return self._known(self._tokenizer(text, **how).input_ids)
+
     def encode(self, text: str) -> list[int]:
         """Encodes plain text: nothing is added, and no text becomes a special token."""
-        plainly = {"add_special_tokens": False, "split_special_tokens": True}
-        return self._known(self._tokenizer(text, **plainly).input_ids)
+        return self._ids(text, add_special_tokens=False, split_special_tokens=True)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decodes ids without the stop token at their end."""
@@ -187,8 +188,8 @@ class HuggingFaceTokenizer(PlainText):
         """
         before = before if before in self._added else ""
         pieces = (f"{before}{piece}" for piece in text.split(BREAK))
-        of_pieces = (self._tokenizer(piece, add_special_tokens=False).input_ids for piece in pieces)
-        return self._known([id for ids in of_pieces for id in ids[len(before) > 0 :]])
+        of_pieces = (self._ids(piece, add_special_tokens=False) for piece in pieces)
+        return [id for ids in of_pieces for id in ids[len(before) > 0 :]]
 
     def plainly(self, text: str) -> str:
         for token, is_of_template in self._added.items():
@@ -245,8 +246,7 @@ class HuggingFaceTokenizer(PlainText):
         tools: their schemas, which the template shows.
         """
         if self.chat == "none":
-            text = plain_text(messages)
-            return self._known(self._tokenizer(text, split_special_tokens=True).input_ids)
+            return self._ids(plain_text(messages), split_special_tokens=True)
         roles = [message["role"] for message in messages]
         begun = roles[-1:] == ["assistant"]  # an answer's first words, to go on from
         given = self._chat_args | ({"tools": list(tools)} if tools else {})
@@ -254,7 +254,7 @@ class HuggingFaceTokenizer(PlainText):
         with _of_library(self._folder, f"has no prompt for roles {roles} by its template"):
             text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, **given)
         first, *more = text.split(BREAK, 1)
-        ids = self._known(self._tokenizer(first, add_special_tokens=False).input_ids)
+        ids = self._ids(first, add_special_tokens=False)
         before = self._tokenizer.convert_ids_to_tokens(self.stop_ids[0])
         return ids + (self._encoded(*more, before) if more else [])
 
@@ -314,8 +314,8 @@ def load_tokenizer(
     of_tokenizer = FILES[:-2]  # the last two are a model's too
     there = [name for name in of_tokenizer if (path / name).exists()] if path.is_dir() else []
     if there not in ([], ["tokenizer.model"]):
-        template |= {"stop_tokens": stop_tokens, "chat": chat, "rows": rows}
-        return HuggingFaceTokenizer(path, **template)
+        template |= {"chat": chat, "rows": rows}
+        return HuggingFaceTokenizer(path, stop_tokens=stop_tokens, **template)
     model_file = path / "tokenizer.model" if there else path
     if model_file.suffix != ".model" or not model_file.exists():
         raise FileNotFoundError(
@@ -394,8 +394,7 @@ def _stop_ids(stop_tokens: Sequence[str], ids: Mapping[str, int], file) -> tuple
         if text not in ids:
             near = ", ".join(difflib.get_close_matches(text, ids, n=3)) or "none"
             raise ValueError(
-                f"tokenizer.stop_tokens: {text!r} is no token of {file} that the model has a row "
-                f"for; near matches: {near}"
+                f"tokenizer.stop_tokens: {text!r} is not in {file}, or in no row; near: {near}"
             )
     return tuple(dict.fromkeys(ids[text] for text in stop_tokens))
 
@@ -408,8 +407,7 @@ def _end_ids(folder: epath.Path, vocab_size: int) -> list[int]:
             ids = given if isinstance(given, list) else [given]
             if not all(type(id) is int and 0 <= id < vocab_size for id in ids):
                 raise ValueError(
-                    f"{file}: eos_token_id is {given!r}, but ids are below {vocab_size} (the "
-                    "tokenizer's, and the model's embedding rows)"
+                    f"{file}: eos_token_id is {given!r}, but ids with a row are below {vocab_size}"
                 )
             return ids
     return []
