@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from processes import ROOT
 from quick import jit
 
 from configs import base
@@ -181,6 +182,8 @@ def test_an_advantage_from_outside_is_that_of_the_trained_groups():
     reward_PG = np.array([[9, 0, 0, 0], [1, -1, -1, -1]], np.float32)
     found = losses.advantages(reward_PG, np.array([1]), np.ones((2, 4)), scale="rloo:rloo")
     np.testing.assert_allclose(found, [[0] * 4, [2, -2 / 3, -2 / 3, -2 / 3]], rtol=1e-6)
+    _, _, code = (ROOT / "tests" / "rloo.py").read_text().partition("\n\n\n")
+    assert code in (ROOT / "configs" / "README.md").read_text()
 
 
 LENGTHS = (1, 2, 3, 30, 4, 28, 9, 5)

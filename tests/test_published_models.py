@@ -217,6 +217,8 @@ def test_a_published_directory_is_planned(name, tmp_path):
     planned = start.plan_training(wish, tmp_path / "run", None)
     sizes, tokenizer = planned.programs.sizes, planned.tokenizer
     assert planned.config.model.family == family
+    said = "\n".join(planned.lines())
+    assert ("coef = 0.001 of config.json: there is no" in said) == (family == "qwen3_moe")
     assert not preset or sizes == families.load(family).presets[preset]
     assert (tokenizer.vocab_size, {*tokenizer.stop_ids}) == (sampled, stop_ids)
     assert planned.programs.learning.vocab_size == sampled <= sizes.vocab_size

@@ -42,6 +42,7 @@ from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.setup import auto_sizes, checks, components
 from dapo_jax.tasks.datasets import Dataset
 from dapo_jax.tasks.tokenizer import Tokenizer
+from models.hf_config import read_config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +64,8 @@ class Planned:
         r, mesh = self.config.rollout, self.programs.mesh
         axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
         changed = [key for key, value in leaves(self.config) if value != key_of(key).default]
+        routed = self.config.model.path if self.programs.sizes.routes else ""
+        aux = routed and read_config(hub.local(routed)).get("router_aux_loss_coef")
         return [
             f"devices: {mesh.size} x {jax.devices()[0].device_kind}, mesh {axes}",
             *self.data.report_lines(),
@@ -70,6 +73,7 @@ class Planned:
             f"{r.max_response_tokens} tokens, {self.config.updates_per_step} updates",
             *self.chosen,
             *without_effect(self.config, changed).values(),
+            *[f"router_aux_loss_coef = {aux} of config.json: there is no such loss"] * bool(aux),
         ]
 
     def session(self, weights: dict, *streams: Stream) -> Session:
