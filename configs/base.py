@@ -429,10 +429,14 @@ def leaves(config: ConfigDict, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield prefix + name, value.to_dict() if isinstance(value, ConfigDict) else value
 
 
-def without_effect(config: ConfigDict, names: Iterable[str]) -> dict[str, str]:
-    """Says of these keys that nobody reads under the config's other settings who would, by key."""
+def without_effect(config: ConfigDict, names: Iterable[str] | None = None) -> dict[str, str]:
+    """Says of these keys that nobody reads under the config's other settings who would, by key.
+
+    names: None: those whose values are not the default.
+    """
     values, found = dict(leaves(config)), {}
-    for name in names:
+    changed = (name for name, value in values.items() if value != key_of(name).default)
+    for name in changed if names is None else names:
         if not (declared := key_of(name)) or not declared.only:
             continue
         other, *reading = declared.only

@@ -78,7 +78,7 @@ def convert(
                 )
             require_finite(params, f"--from={source}")
             with _complete(to_path) as folder:
-                base = hub.base_of(run_config.model.path)
+                base = hub.named(run_config.model.path)
                 peft.save_peft(params, config, learning.lora, folder, base=base, dtype=dtype)
             return f"{source} -> {target}: LoRA of rank {learning.lora.rank} in {dtype}"
         if learning.lora:

@@ -57,11 +57,9 @@ def local(path: str) -> str:
     return _fetched.get(path, (path,))[0]
 
 
-def base_of(path: str) -> dict[str, str | None]:
-    """Names a model as PEFT's files do: of a fetched one its repository and revision apart."""
-    name = MODEL.fullmatch(path) if path in _fetched else None
-    repo, revision = name.group("repo", "revision") if name else (path, None)
-    return {"base_model_name_or_path": repo, "revision": revision}
+def named(path: str) -> tuple[str, str | None]:
+    """Returns (ORG/NAME, revision) of a fetched model's name, (path, None) of a folder."""
+    return MODEL.fullmatch(path).group("repo", "revision") if path in _fetched else (path, None)
 
 
 def record() -> dict[str, dict[str, str]]:

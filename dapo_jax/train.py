@@ -22,8 +22,7 @@ from absl import flags
 
 from dapo_jax import algorithm, learner, losses, rollout
 from dapo_jax.checkpoints import digests, fingerprint
-from dapo_jax.checkpoints.best import best_of
-from dapo_jax.checkpoints.progress import Progress
+from dapo_jax.checkpoints.progress import Progress, best_of
 from dapo_jax.cli import command, config_flags
 from dapo_jax.evaluation import Evaluation, settings_of
 from dapo_jax.logs import alarms, metrics
@@ -214,7 +213,7 @@ def finish(
         found[step + 1] = evaluate_alone(run, state, step + 1)
 
     scores = with_scores(progress.scores, found, run)
-    if best_of(dict(*scores.values()), range(run.begin_step + 1, step + 1)) == step:
+    if best_of(scores, range(run.begin_step + 1, step + 1)) == step:
         run.snapshots.keep(step)  # the policy that this step has sampled and evaluated
     progress = Progress(rollouts.cursor, tokens, row, rollouts.partial, scores)
     if resumable:

@@ -172,7 +172,7 @@ digest_of_even_factors dapo_jax/checkpoints/digests.py checkpoint
 progress_unchecked dapo_jax/checkpoints/store.py checkpoint
 - if json_digest(content[1]) != manifest["progress"]:
 + if not manifest["progress"]:
-worst_is_best dapo_jax/checkpoints/best.py checkpoint
+worst_is_best dapo_jax/checkpoints/progress.py checkpoint
 - return max(scored, key=
 + return min(scored, key=
 older_snapshot dapo_jax/checkpoints/snapshots.py snapshots

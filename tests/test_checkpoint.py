@@ -19,8 +19,7 @@ from runs import contents, saved_steps
 from states import abstract, assert_bitwise_equal, assert_restored, fail, restored, saved, state_at
 
 from dapo_jax.checkpoints import digests, store
-from dapo_jax.checkpoints.best import best_step
-from dapo_jax.checkpoints.fingerprint import Parent
+from dapo_jax.checkpoints.fingerprint import Parent, best_step
 from dapo_jax.checkpoints.store import Checkpoints, DamagedError
 from dapo_jax.logs.metrics import LOGP, TOKENS, VERDICTS
 from dapo_jax.logs.record import sample_digests
@@ -87,13 +86,12 @@ def test_the_best_step_is_named_by_the_evaluations_of_one_kind(tmp_path):
     for result in ((0, 4, 0.9), (2, 8, 0.8), (4, 4, 0.5), (6, 4, 0.5), (8, 4, 0.4), (9, 4, 0.6)):
         write(*result)
     (tmp_path / "eval" / "8.aime24.t1_p1_k4.json").write_text("{}")  # of `evaluate`
-    assert best_step(tmp_path, "aime24", [2, 4, 6, 8]) == 4  # 0 and 9 have no checkpoint
-    with pytest.raises(
-        ValueError, match=r"none of its checkpoints \[2, 3\] was evaluated on .*best = 'aime24'"
-    ):
-        best_step(tmp_path, "aime24", [2, 3])
+    (saved := tmp_path / "checkpoints").mkdir()
+    with pytest.raises(ValueError, match=r"none of the checkpoints \[\] .*best = 'aime24'; give"):
+        best_step(tmp_path, saved, "aime24")
     for step in (2, 4, 6, 8):
-        (tmp_path / "checkpoints" / f"{step}").mkdir(parents=True)
+        (saved / f"{step}").mkdir()
+    assert best_step(tmp_path, saved, "aime24") == 4  # 0 and 9 have no checkpoint
     for name in ("aime24", ""):
         content = {"checkpoint": {"directory": "", "best": name}}
         (tmp_path / "config.json").write_text(json.dumps(content))

@@ -75,13 +75,12 @@ def test_an_adapter_names_its_base_as_peft_does(served, monkeypatch, tmp_path):
     """PEFT took hf://ORG/NAME@REVISION for a repository, and could not find it."""
     for name, revision in (("someone/tiny", None), ("hf://someone/tiny@main", "main")):
         fetched(name)
-        base = {"base_model_name_or_path": "someone/tiny", "revision": revision}
-        assert hub.base_of(name) == base
+        assert hub.named(name) == ("someone/tiny", revision)
     monkeypatch.chdir(tmp_path)
     shutil.copytree(CHECKPOINT, "someone/tiny")
     fetched("someone/tiny")
-    assert hub.base_of("someone/tiny")["revision"] is None
-    assert hub.base_of("/a@b")["base_model_name_or_path"] == "/a@b"
+    assert hub.named("someone/tiny") == ("someone/tiny", None)
+    assert hub.named("/a/b@c") == ("/a/b@c", None)
 
 
 def test_a_directory_of_that_name_wins(served, tmp_path, monkeypatch):

@@ -22,7 +22,7 @@ from ml_collections import ConfigDict
 from configs.base import MAY_CHANGE, OF_POLICY, eval_settings, mixture_settings
 from configs.compare import as_json, config_differences, current, fill_open
 from dapo_jax import hub
-from dapo_jax.checkpoints.best import BEST, best_step
+from dapo_jax.checkpoints.progress import best_of
 from dapo_jax.logs.files import read_json, read_rows, read_starts
 from dapo_jax.logs.provenance import NAME as STARTS
 from dapo_jax.process import hosts
@@ -31,6 +31,7 @@ from dapo_jax.types import Prompt
 from models import families
 
 SHOWN_DIFFERENCES = 5
+BEST = "best"  # in the place of a step, of --step and --start
 WEIGHTS = ".safetensors"
 LIBRARY = "math_verify"  # rules whose code is no file of this project
 # Steps without a checkpoint, in units of checkpoint.every_steps, that a run can have finished when
@@ -54,8 +55,8 @@ class Parent:
             raise ValueError(f"--start is {text!r}, but must be run:DIR@STEP, a run's checkpoint")
         workdir = pathlib.Path(folder).resolve()
         if step == BEST:
-            of, _, steps = cls(workdir, BEST)._saved()
-            step = best_step(workdir, of.get("best", ""), steps)
+            of = current(read_json(workdir / "config.json")).checkpoint
+            step = best_step(workdir, of.directory or workdir / "checkpoints", of.best)
         return cls(workdir, int(step))
 
     def __str__(self) -> str:
@@ -66,7 +67,12 @@ class Parent:
 
         Raises FileNotFoundError where the run or the step is not there, ValueError for too few.
         """
-        _, directory, steps = self._saved()
+        file = self.workdir / "config.json"
+        theirs = read_json(file) if file.is_file() else {}
+        if "checkpoint" not in theirs:  # a model's directory has a config.json too
+            raise FileNotFoundError(f"--start={self}: {file} is missing, or no run's config")
+        directory = epath.Path(theirs["checkpoint"]["directory"] or self.workdir / "checkpoints")
+        steps = sorted(int(it.name) for it in directory.glob("*") if it.name.isdecimal())
         if self.step not in steps:
             raise FileNotFoundError(
                 f"--start={self}: {directory} has no checkpoint {self.step}, only {steps}"
@@ -78,15 +84,22 @@ class Parent:
             )
         return directory
 
-    def _saved(self) -> tuple[dict, epath.Path, list[int]]:
-        """Reads the run's settings of checkpoints, where they are, and their steps."""
-        file = self.workdir / "config.json"
-        theirs = read_json(file) if file.is_file() else {}
-        if "checkpoint" not in theirs:  # a model's directory has a config.json too
-            raise FileNotFoundError(f"--start={self}: {file} is missing, or no run's config")
-        directory = epath.Path(theirs["checkpoint"]["directory"] or self.workdir / "checkpoints")
-        steps = sorted(int(it.name) for it in directory.glob("*") if it.name.isdecimal())
-        return theirs["checkpoint"], directory, steps
+
+def best_step(workdir: pathlib.Path, directory, name: str) -> int:
+    """Returns which checkpoint in `directory` is the best by the run's evaluations of a set.
+
+    Those with other settings than the last do not count. ValueError where there is none.
+    """
+    files = [it for it in (workdir / "eval").glob("*.json") if it.stem.isdecimal()]
+    found = [it for it in map(read_json, files) if name in it["sets"]]
+    last = max(found, key=lambda it: it["step"])["settings"][name] if found else {}
+    same = [it for it in found if it["settings"][name] == last]
+    scores = {str(it["step"]): it["sets"][name][f"mean@{last['k']}"] for it in same}
+    steps = [int(it.name) for it in epath.Path(directory).glob("*") if it.name.isdecimal()]
+    if (best := best_of({name: scores}, steps)) is None:
+        of = f"none of the checkpoints {sorted(steps)} in {directory} was evaluated"
+        raise ValueError(f"{of} on checkpoint.best = {name!r}; give the number of one")
+    return best
 
 
 def of_run(config: ConfigDict, data, parent=None) -> dict:

@@ -21,7 +21,7 @@ from etils import epath
 from orbax.checkpoint.checkpoint_managers import preservation_policy as preservation
 
 from dapo_jax.checkpoints import digests, fingerprint
-from dapo_jax.checkpoints.best import best_of
+from dapo_jax.checkpoints.progress import best_of
 from dapo_jax.logs.files import json_digest
 from dapo_jax.process import hosts
 from dapo_jax.process.failures import brief, is_damage, is_transient
@@ -109,7 +109,7 @@ class Checkpoints:
         )
         place = self.directory / str(newest)
         kept = newest is not None and self._keep != 1
-        best = best_of(dict(*progress.get("scores", {}).values()), [*steps, step])
+        best = best_of(progress.get("scores", {}), [*steps, step])
         self._policies[0] = preservation.CustomSteps([step if best is None else best])
         try:
             return self._manager.save(step, args=content, force=True)
@@ -126,7 +126,7 @@ class Checkpoints:
         (they stay), since starting anew would overwrite the run, or if the newest undamaged one is
         another run's; OSError if they cannot be read for now.
         """
-        steps, same, errors = self.steps(), None, {}
+        steps, same, errors = self._agreed_steps(), None, {}
         if self.fingerprint:
             same = functools.partial(fingerprint.require_same, ours=self.fingerprint, report=report)
         for step in steps:
@@ -152,7 +152,7 @@ class Checkpoints:
         FileNotFoundError, which names those there are, for a step without a checkpoint,
         DamagedError, and ValueError, which names the arrays that differ, for another model's.
         """
-        steps = self.steps()
+        steps = self._agreed_steps()
         if step not in steps:
             raise FileNotFoundError(f"there is no checkpoint {step}, only {sorted(steps)}")
         try:
@@ -176,7 +176,7 @@ class Checkpoints:
         """Closes the manager; nothing is saved or restored after this."""
         self._manager.close()
 
-    def steps(self) -> list[int]:
+    def _agreed_steps(self) -> list[int]:
         """Lists the steps that the main process sees, newest first."""
         self._manager.reload()
         return hosts.on_main(lambda: sorted(self._manager.all_steps(), reverse=True))

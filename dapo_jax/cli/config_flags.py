@@ -26,7 +26,6 @@ class TupleParser(tuple_parser.TupleParser):
     """Reads a,b,c as texts, beside what Python writes."""
 
     def parse(self, argument):
-        """Returns a tuple."""
         is_python = not isinstance(argument, str) or re.match(r"$|[\d(\['\"]", argument)
         return super().parse(argument) if is_python else tuple(argument.split(","))
 

@@ -304,9 +304,7 @@ def own_metrics(names: Sequence[str]) -> dict[str, Callable[[Step], Any]]:
     """Imports what log.metrics names, by the functions' names; ValueError for what is none."""
     own = {it.rpartition(":")[2]: imported(f"log.metrics has {it!r}", it) for it in names}
     if taken := ", ".join(own.keys() & {metric.key for metric in METRICS}):
-        raise ValueError(
-            f"log.metrics: a metric is called {taken}; give your function another name"
-        )
+        raise ValueError(f"log.metrics: a metric is called {taken}; rename your function")
     return own
 
 

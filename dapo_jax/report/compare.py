@@ -185,8 +185,7 @@ def tables(runs: Mapping[str, Run], *, baseline: str = "") -> tuple[list[Table],
 
 def csv_text(runs: Mapping[str, Run]) -> str:
     """Returns the arms' means and standard deviations as CSV, unrounded; empty where unknown."""
-    kept = complete(runs)[0]
-    kept = since_all_run(kept) if kept else {}
+    kept = since_all_run(complete(runs)[0])
     compared, rows = quantities(kept), csv.writer(text := io.StringIO(), lineterminator="\n")
     rows.writerow(["arm", "seeds", *(q.name + of for q in compared for of in ("", " ±"))])
     for arm, of_seed in by_arm(kept).items():
@@ -202,7 +201,7 @@ def since_all_run(runs: Mapping[str, Run]) -> dict[str, Run]:
 
     Tokens are counted from there too, where a run has the step before.
     """
-    begin = max(run.rows[0]["step"] for run in runs.values())
+    begin = max((run.rows[0]["step"] for run in runs.values()), default=0)
     all_rows = [row for run in runs.values() for row in run.rows]
     spent = max((row.get(TOKENS, 0) for row in all_rows if row["step"] == begin - 1), default=0)
 

@@ -10,7 +10,6 @@ from ml_collections import ConfigDict
 
 from configs.compare import complete, current
 from dapo_jax.checkpoints import fingerprint
-from dapo_jax.checkpoints.best import BEST, best_step
 from dapo_jax.checkpoints.store import Checkpoints
 from dapo_jax.logs.files import read_json
 from dapo_jax.process import compile_cache, hosts
@@ -106,9 +105,9 @@ def load_policy(
     else:
         directory = start.directory_of(config, workdir)
         with contextlib.closing(Checkpoints(directory, keep=None)) as saved:
-            if step == BEST:
-                best, steps = config.checkpoint.best, saved.steps()
-                step = hosts.on_main(lambda: best_step(workdir, best, steps))
+            if step == fingerprint.BEST:
+                of = (workdir, directory, config.checkpoint.best)
+                step = hosts.on_main(lambda: fingerprint.best_step(*of))
             step = None if step is None else int(step)
             found = restored(programs, saved, step, may_differ=may_differ)
     start.require_finite_start(config, *found)

@@ -22,7 +22,7 @@ from clu import parameter_overview
 from etils import epath
 from ml_collections import ConfigDict
 
-from configs.base import key_of, leaves, without_effect
+from configs.base import leaves, without_effect
 from configs.compare import as_json, config_differences
 from dapo_jax import hub, losses
 from dapo_jax.checkpoints import fingerprint
@@ -63,7 +63,6 @@ class Planned:
         """Says what devices, data and sizes a step has."""
         r, mesh = self.config.rollout, self.programs.mesh
         axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
-        changed = [key for key, value in leaves(self.config) if value != key_of(key).default]
         routed = self.config.model.path if self.programs.sizes.routes else ""
         aux = routed and read_config(hub.local(routed)).get("router_aux_loss_coef")
         return [
@@ -72,7 +71,7 @@ class Planned:
             f"a step: {r.num_prompts} prompts x {r.group_size} responses of at most "
             f"{r.max_response_tokens} tokens, {self.config.updates_per_step} updates",
             *self.chosen,
-            *without_effect(self.config, changed).values(),
+            *without_effect(self.config).values(),
             *[f"router_aux_loss_coef = {aux} of config.json: there is no such loss"] * bool(aux),
         ]
 

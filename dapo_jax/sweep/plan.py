@@ -14,8 +14,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from configs.base import MAY_CHANGE, leaves, without_effect
-from configs.compare import as_json, config_differences
+from configs.base import MAY_CHANGE
+from configs.compare import as_json, config_differences, require_unlike
 from dapo_jax.cli.config_flags import read_config
 from dapo_jax.logs.files import read_json, write_json
 from dapo_jax.report.runs import sweep_label
@@ -108,12 +108,7 @@ def make(
             checks.check(plan.configs[arm])
         except ValueError as error:
             raise ValueError(f"arm {arm!r}: {' '.join(str(error).split())}") from None
-    arms: dict[str, str] = {}
-    for arm, of_arm in plan.configs.items():
-        unread = without_effect(of_arm, plan.arms[arm])
-        effective = repr([it for it in leaves(of_arm) if it[0] not in unread])
-        if (twin := arms.setdefault(effective, arm)) != arm and unread:
-            raise ValueError(f"arms {twin!r} and {arm!r} are equal: {'; '.join(unread.values())}")
+    require_unlike(plan.configs, plan.arms)
     return plan
 
 

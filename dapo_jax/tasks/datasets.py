@@ -170,10 +170,7 @@ def tokenize(
         if opening := example.opening:
             asked = last["content"].removesuffix(opening)
             last = {**last, "content": asked + tokenizer.plainly(opening)}
-        try:
-            token_ids = tokenizer.encode_chat((*before, last), tools)
-        except ValueError as error:
-            raise DataError(f"{example.source}, row {example.row}: {error}") from error
+        token_ids = tokenizer.encode_chat((*before, last), tools)
         if not token_ids:
             raise DataError(
                 f"{example.source}, row {example.row}: the prompt is empty, it has no tokens; "
