@@ -28,7 +28,8 @@ class Key:
     and the data (dapo_jax/setup/auto_sizes.py). may_change: on resume; any other key would make it
     another run. of_policy: it makes the policy, beside the weights, and stays in a fork. custom: a
     name "module:function" of one's own is allowed too. only: another key, or the end of its name,
-    and the values with which this one is read: none: any but 0, False and ""; () always.
+    then the values of it with which this one is read (without any: all but 0, False and "");
+    (): always.
     """
 
     default: Any
