@@ -183,9 +183,9 @@ def finish(
        of the state and of the responses' file, and the alarms look at it.
     2. Where a run may resume, the session of partial rollouts is closed: checkpoints have no keys
        and values. A policy that no later step samples is evaluated.
-    3. The snapshot of the step before is saved if that policy is the best so far (checkpoint.best).
-       One of state and progress is taken where a run may resume, this row in it, and saved if due;
-       the last one is waited for, so that a run with its last row has its last checkpoint.
+    3. The snapshot before is saved if its policy is the best so far. One of state and progress is
+       taken where a run may resume, this row in it, and saved if it is due; the last one is waited
+       for, so that a run with its last row has its last checkpoint.
     4. The row is written and shown. After a kill before this, the checkpoint's row is written.
     """
     config, step, rollouts = run.config, done.step, done.rollouts

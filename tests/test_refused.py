@@ -13,7 +13,7 @@ from dapo_jax import evaluate
 from dapo_jax.checkpoints.fingerprint import Parent
 from dapo_jax.cli import config_flags
 from dapo_jax.logs import writers
-from dapo_jax.setup import checks, components, start
+from dapo_jax.setup import checks, components, policy, start
 from dapo_jax.sweep import plan
 from sharding.mesh import make_mesh
 
@@ -64,6 +64,10 @@ def training(settings):
     config.update_from_flattened_dict(settings)
     start.check(config, training=False)
     start.check(config)
+
+
+def stepped(step):
+    policy.load_policy(tiny.get_config(), None, step=step)
 
 
 def sweep(changes):
@@ -157,6 +161,7 @@ REFUSED = [
     (sweep, {"named": ["a/b: num_steps=3"]}, "'a/b' cannot name an arm's folder"),
     (sweep, {"named": ["a: num_steps"]}, 'write "NAME: KEY=V KEY=V"'),
     (sweep, {"seeds": "x"}, "--seeds=x: give how many"),
+    (stepped, "bets", "--step=bets: must be a number of finished steps, or best"),
     *((evaluate.named_set, text, A_SET) for text in ("a:math", ":math:path", "a:no:b.csv")),
     (evaluate.named_set, "a:nosuch:gs://bucket/b.jsonl", A_SET),
     *((Parent.parse, text, OF_A_RUN) for text in ("hf:model@2", "run:a", "run:@2", "run:a@-1")),

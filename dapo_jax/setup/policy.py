@@ -94,6 +94,8 @@ def load_policy(
     whether the evaluation sets are read. step: of the checkpoint, or "best"; None: the newest.
     may_differ: keys of the policy that may differ from the run's.
     """
+    if step not in (None, fingerprint.BEST) and not str(step).isdecimal():
+        raise ValueError(f"--step={step}: must be a number of finished steps, or best")
     unread = ("data.",) if evaluates else ("data.", "eval.")
     start.accept_and_fetch(config, *unread, training=False)
     compile_cache.enable()
