@@ -8,7 +8,7 @@ A new key is a line of KEYS; `--help`, the checks and its type on the command li
 import dataclasses
 import difflib
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -27,7 +27,9 @@ class Key:
     kind: the type of a value whose default is None. open: the value that leaves it to the model
     and the data (dapo_jax/setup/auto_sizes.py). may_change: on resume; any other key would make it
     another run. of_policy: it makes the policy, beside the weights, and stays in a fork. custom: a
-    name "module:function" of one's own is allowed too.
+    name "module:function" of one's own is allowed too. only: another key, or the end of its name,
+    then the values of it with which this one is read (without any: all but 0, False and "");
+    (): always.
     """
 
     default: Any
@@ -41,6 +43,7 @@ class Key:
     may_change: bool = False
     of_policy: bool = False
     custom: bool = False
+    only: tuple = ()
 
     def allowed(self) -> tuple:
         """Returns the values that the key may have; () where any value is."""
@@ -167,7 +170,7 @@ KEYS = {
                           of_policy=True),
     "tokenizer.chat_args": Key({}, "arguments of the chat template, one a flag: "
                                "--config.tokenizer.chat_args.enable_thinking=False",
-                               of_policy=True),
+                               of_policy=True, only=("tokenizer.chat", "template", "auto")),
     "tokenizer.date": Key("", "the day, as 2026-11-27, of a chat template that writes one; \"\": "
                           "the run's first", open="", of_policy=True),
 
@@ -199,14 +202,15 @@ KEYS = {
                                "where the kernels need it", at_least=1),
     "rollout.block_tokens": Key(16, "decode steps per block; the scheduler runs between blocks",
                                 at_least=1),
-    "rollout.max_turns": Key(8, "of an episode, where a data set has an environment", at_least=1),
+    "rollout.max_turns": Key(8, "of an episode, where a data set has an environment", at_least=1,
+                             only=("environment",)),
     "rollout.environment_seconds": Key(60.0, "the longest that one call of an environment may take",
-                                       above=0, may_change=True),
+                                       above=0, may_change=True, only=("environment",)),
     "rollout.on_environment_failure": Key(
         "stop", "where it has failed for environment_seconds; or \"leave_out\": no update trains "
-        "on its group", choices=("stop", "leave_out"), may_change=True),
+        "on its group", choices=("stop", "leave_out"), may_change=True, only=("environment",)),
     "rollout.open_environments": Key(0, "of a process at once, as a server's sessions; 0: any",
-                                     at_least=0, may_change=True),
+                                     at_least=0, may_change=True, only=("environment",)),
     "rollout.partial_rollout_steps": Key(
         0, "a step ends when it has enough; unfinished responses continue in the next steps, in "
         "this many at most, with tokens of several policies. The cache stays beside the update, "
@@ -215,30 +219,36 @@ KEYS = {
     "algo.ratio": Key("token", "Eq. 8; or sequence, GSPO's", choices="dapo_jax.losses:RATIOS"),
     "algo.policy_loss": Key("clip", "Eq. 8; or cispo, none, kl_cov, a custom \"module:function\"",
                             choices="dapo_jax.losses:POLICY_LOSSES", custom=True),
-    "algo.args": Key({}, "constants of a custom policy_loss: --config.algo.args.NAME=1"),
-    "algo.advantage_scale": Key("group_std", "Eq. 9; or batch_std, token_whiten, none",
-                                choices="dapo_jax.losses:ADVANTAGES"),
-    "algo.eps_low": Key(0.2, "Eq. 10", at_least=0),
-    "algo.eps_high": Key(0.28, "Eq. 10, clip-higher", at_least=0),
-    "algo.dual_clip": Key(10.0, "bound on the loss of negative advantages (recipe)", above=1),
+    "algo.args": Key({}, "constants of a custom policy_loss: --config.algo.args.NAME=1",
+                     only=("algo.policy_loss", "a custom one")),
+    "algo.advantage_scale": Key("group_std", "Eq. 9; or batch_std, token_whiten, none, a custom "
+                                "\"module:function\"",
+                                choices="dapo_jax.losses:ADVANTAGES", custom=True),
+    "algo.eps_low": Key(0.2, "Eq. 10", at_least=0, only=("algo.policy_loss", "clip", "cispo")),
+    "algo.eps_high": Key(0.28, "Eq. 10, clip-higher", at_least=0,
+                         only=("algo.policy_loss", "clip", "cispo")),
+    "algo.dual_clip": Key(10.0, "bound on the loss of negative advantages (recipe)", above=1,
+                          only=("algo.policy_loss", "clip")),
     "algo.loss_aggregation": Key("token_mean", "Eq. 12; or sequence_mean, prompt_mean, constant",
                                  choices="dapo_jax.algorithm:AGGREGATIONS"),
     "algo.kl_cov_share": Key(2e-3, "of a mini-batch's tokens, which kl_cov holds back",
-                             above=0, at_most=1),
-    "algo.kl_cov_coef": Key(1.0, "weight of their KL penalty", at_least=0),
+                             above=0, at_most=1, only=("algo.policy_loss", "kl_cov")),
+    "algo.kl_cov_coef": Key(1.0, "weight of their KL penalty", at_least=0,
+                            only=("algo.policy_loss", "kl_cov")),
     "algo.old_logprobs": Key("sampler", "whose log-probabilities Eq. 8's ratio is to; or learner: "
                              "a forward pass more, the first ratio is 1",
-                             choices=("sampler", "learner")),
+                             choices=("sampler", "learner"), only=("algo.ratio", "token")),
     "algo.tis_cap": Key(0.0, "cap on a token's weight of learner to sampler, where old_logprobs = "
                         "learner; 0.0: no weight", at_least=0),
     "algo.replay_routes": Key(True, "the learner sends tokens to the experts that the sampler "
                               "chose, where the model has any (arXiv 2510.11370)"),
     "algo.dynamic_sampling": Key(True, "Eq. 11"),
     "algo.filter_groups": Key("correctness", "Eq. 11's; or \"reward\": lengths pass groups too",
-                              choices="dapo_jax.algorithm:FILTERS"),
+                              choices="dapo_jax.algorithm:FILTERS",
+                              only=("algo.dynamic_sampling",)),
     "algo.overlong_filtering": Key(False, "mask the loss of truncated responses"),
     "algo.overlong_cache_tokens": Key(4_096, "L_cache of Eq. 13; -1: a fifth of L_max",
-                                      at_least=-1, open=-1),
+                                      at_least=-1, open=-1, only=("algo.overlong_factor",)),
     "algo.overlong_factor": Key(1.0, "0.0: no soft overlong punishment", at_least=0),
     "algo.kl_coef": Key(0.0, "weight of GRPO's KL term to the start policy; DAPO has none",
                         at_least=0),
@@ -269,13 +279,15 @@ KEYS = {
                          choices="models.transformer:REMAT", may_change=True),
     "learner.spread_start": Key(True, "in bfloat16, move each weight of the start to a random one "
                                 "of those that round alike: the policy is the same, and follows "
-                                "its updates from the first step on", may_change=True),
+                                "its updates from the first step on", may_change=True,
+                                only=("model.compute_dtype", "bfloat16", "")),
     "learner.lora_rank": Key(0, "train low-rank factors instead of all weights; 0: off",
                              at_least=0, of_policy=True),
     "learner.lora_alpha": Key(32.0, "the factors' product counts alpha / rank", above=0,
-                              of_policy=True),
+                              of_policy=True, only=("learner.lora_rank",)),
     "learner.lora_targets": Key(("q", "k", "v", "o", "gate", "up", "down"),
-                                "the adapted matrices", of_policy=True),
+                                "the adapted matrices", of_policy=True,
+                                only=("learner.lora_rank",)),
 
     "mesh.slices": Key(1, "TPU slices side by side; the data centre's network is between them",
                        at_least=1, may_change=True),
@@ -288,13 +300,15 @@ KEYS = {
     "eval.every_steps": Key(5, "beside the next step's rollout, and after training alone; 0: never",
                             at_least=0, may_change=True),
     "eval.samples_per_prompt": Key(32, "k of mean@k, pass@k, maj@k; for sets that say none",
-                                   at_least=1, may_change=True),
+                                   at_least=1, may_change=True, only=("eval.every_steps",)),
     "eval.max_prompts": Key(0, "the first so many of each set; 0: all", at_least=0,
-                            may_change=True),
+                            may_change=True, only=("eval.every_steps",)),
     "eval.temperature": Key(1.0, "of an evaluation's responses; 0: greedy", at_least=0,
-                            may_change=True),
-    "eval.top_p": Key(0.7, "of an evaluation's responses", above=0, at_most=1, may_change=True),
-    "eval.top_k": Key(0, "of an evaluation's responses; 0: off", at_least=0, may_change=True),
+                            may_change=True, only=("eval.every_steps",)),
+    "eval.top_p": Key(0.7, "of an evaluation's responses", above=0, at_most=1, may_change=True,
+                      only=("eval.every_steps",)),
+    "eval.top_k": Key(0, "of an evaluation's responses; 0: off", at_least=0, may_change=True,
+                      only=("eval.every_steps",)),
 
     "checkpoint.directory": Key("", "one that all hosts see, gs://...; \"\": WORKDIR/checkpoints",
                                 may_change=True),
@@ -303,8 +317,9 @@ KEYS = {
     "checkpoint.keep": Key(2, "newest checkpoints kept", at_least=1, may_change=True),
     "checkpoint.keep_period": Key(0, "multiples of so many steps are kept too; 0: off",
                                   at_least=0, may_change=True),
-    "checkpoint.best": Key("", "an evaluation set's name: the checkpoint with its best mean@k is "
-                           "kept too; \"\": off", may_change=True),
+    "checkpoint.best": Key("", "an evaluation set's name: the policy with its best mean@k so far "
+                           "is saved, due or not, and kept (--step=best); \"\": off",
+                           may_change=True),
 
     "alarms.min_entropy": Key(1e-3, "nats; python -m dapo_jax.logs.alarms lists the alarms",
                               at_least=0, may_change=True),
@@ -314,9 +329,12 @@ KEYS = {
                                    "table; 0: never", at_least=0, may_change=True),
     "log.rollouts_every_steps": Key(1, "rollouts/<step>.jsonl.gz; 0: never", at_least=0,
                                     may_change=True),
-    "log.eval_responses": Key(True, "eval/<finished steps>.<set>.jsonl.gz", may_change=True),
+    "log.eval_responses": Key(True, "eval/<finished steps>.<set>.jsonl.gz", may_change=True,
+                              only=("eval.every_steps",)),
     "log.writers": Key(("tensorboard",), "more places for the numbers: \"tensorboard\", \"wandb\", "
                        "\"trackio\", a custom \"module:Class\"", may_change=True),
+    "log.metrics": Key((), "more numbers of a step: \"module:function\" of a "
+                       "dapo_jax.logs.metrics.Step", may_change=True),
 }
 # The keys of a data set: data.train, data.mixture.NAME (more training sets, mixed by weight) and
 # eval.sets.NAME.
@@ -410,6 +428,24 @@ def leaves(config: ConfigDict, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from leaves(value, f"{prefix}{name}.")
         else:
             yield prefix + name, value.to_dict() if isinstance(value, ConfigDict) else value
+
+
+def without_effect(config: ConfigDict, names: Iterable[str] | None = None) -> dict[str, str]:
+    """Says of these keys that nobody reads under the config's other settings who would, by key.
+
+    names: None: those whose values are not the default.
+    """
+    values, found = dict(leaves(config)), {}
+    changed = (name for name, value in values.items() if value != key_of(name).default)
+    for name in changed if names is None else names:
+        if not (declared := key_of(name)) or not declared.only:
+            continue
+        other, *reading = declared.only
+        theirs = [it for key, it in values.items() if f".{key}".endswith(f".{other}")]
+        if not any(it in reading or ":" in str(it) if reading else it for it in theirs):
+            what = f" = {' or '.join(filter(None, reading))}" if reading else ""
+            found[name] = f"{name} = {values[name]!r} has no effect without {other}{what}"
+    return found
 
 
 def mixture_settings(config: ConfigDict) -> dict[str, dict]:

@@ -95,6 +95,19 @@ def config_differences(
     ]
 
 
+def require_unlike(configs: Mapping[str, ConfigDict], changed: Mapping) -> None:
+    """Refuses configs that differ in keys without effect alone (ValueError), all by names.
+
+    changed: the keys that make each one of them.
+    """
+    known: dict[str, str] = {}
+    for name, config in configs.items():
+        unread = base.without_effect(config, changed[name])
+        effective = repr([it for it in base.leaves(config) if it[0] not in unread])
+        if (twin := known.setdefault(effective, name)) != name and unread:
+            raise ValueError(f"arms {twin!r} and {name!r} are equal: {'; '.join(unread.values())}")
+
+
 def _same_place(key: str, one, other) -> bool:
     """True if two values of a path mean one folder, or one repository on the hub."""
 
@@ -111,4 +124,7 @@ def hint(name: str, known: Sequence[str], prefix: str = "") -> str:
     if new := base.RENAMED.get(name):
         return f" (its name is {prefix}{new} now)"
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    if not near:  # the section was left out
+        ends = {it.rpartition(".")[2]: it for it in known}
+        near = [ends[it] for it in difflib.get_close_matches(name, ends, n=1, cutoff=0.7)]
     return f" (Did you mean {prefix}{near[0]}?)" if near else ""

@@ -1,12 +1,14 @@
 """Exports a run's policy as a Hugging Face directory, or casts such a directory.
 
-    python -m dapo_jax.convert --from=run:WORKDIR [--step=N] --to=hf:DIR [--dtype=bfloat16]
+    python -m dapo_jax.convert --from=run:WORKDIR [--step=N] --to=hf:DIR
     python -m dapo_jax.convert --from=run:WORKDIR --to=peft:DIR            # LoRA's factors alone
     python -m dapo_jax.convert --from=hf:ORG/NAME --to=hf:DIR [--dtype=float32|bfloat16|float16]
 
-A run is a training run's --workdir. A directory may be in a bucket (gs://). The tokenizer's files
-are copied along; a sentencepiece model is written as tokenizer.json, from which transformers has
-the same ids. --family=MODULE names a model family of one's own.
+A policy without LoRA is a run's weights in model.compute_dtype, which --dtype is by default; what
+float32 has beside may be random (learner.spread_start). Elsewhere it is float32. A run is a
+training run's --workdir. A directory may be in a bucket (gs://). The tokenizer's files are copied
+along; a sentencepiece model is written as tokenizer.json, from which transformers has the same ids.
+--family=MODULE names a model family of one's own.
 """
 
 import contextlib
@@ -34,13 +36,13 @@ KEPT_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embed
 
 
 def convert(
-    source: str, target: str, *, dtype: str, step: int | None = None, trust_code: bool = False
+    source: str, target: str, *, dtype: str = "", step: str | None = None, trust_code: bool = False
 ) -> str:
     """Reads the model at `source`, writes it at `target` in `dtype`; returns a one-line summary.
 
-    source: "hf:DIR", or "run:WORKDIR", of which `step` (None: the newest) is the checkpoint.
-    target: "hf:DIR", or "peft:DIR" for a run's LoRA factors alone. trust_code: whether a module
-    that the run names may be imported.
+    source: "hf:DIR", or "run:WORKDIR", of which `step` (None: the newest, or "best") is the
+    checkpoint. target: "hf:DIR", or "peft:DIR" for a run's LoRA factors alone. dtype: "": as
+    without --dtype. trust_code: whether a module that the run names may be imported.
     """
     exports = ("hf", "peft") if source.startswith("run:") else ("hf",)
     to_kind, to_path = _place("to", target, exports)
@@ -54,6 +56,7 @@ def convert(
 
     host = jax.local_devices(backend="cpu")[0]
     if from_kind == "hf":
+        dtype = dtype or "float32"
         tokenizer_path, config = from_path, load_config(from_path)
         shardings = jax.sharding.SingleDeviceSharding(host)
         params = hf.load_params(from_path, config, dtype=dtype, shardings=shardings)
@@ -64,6 +67,7 @@ def convert(
         run, _, params, start = policy.load_policy(run_config, workdir, lambda *_: None, step=step)
         config, learning = run.programs.sizes, run.programs.learning
         model_path = hub.local(run_config.model.path)
+        dtype = dtype or ("float32" if learning.lora else run_config.model.compute_dtype)
         if to_kind == "peft":
             if not learning.lora:
                 raise ValueError(f"--to is {target!r}, but {source} has learner.lora_rank = 0")
@@ -74,7 +78,7 @@ def convert(
                 )
             require_finite(params, f"--from={source}")
             with _complete(to_path) as folder:
-                base = run_config.model.path
+                base = hub.named(run_config.model.path)
                 peft.save_peft(params, config, learning.lora, folder, base=base, dtype=dtype)
             return f"{source} -> {target}: LoRA of rank {learning.lora.rank} in {dtype}"
         if learning.lora:
@@ -156,8 +160,8 @@ def main(_):
 if __name__ == "__main__":
     flags.DEFINE_string("from", None, "What to read: hf:DIR or run:DIR.", required=True)
     flags.DEFINE_string("to", None, "What to write: hf:DIR or peft:DIR.", required=True)
-    flags.DEFINE_enum("dtype", "float32", hf.DTYPES, "The written arrays' type.")
-    flags.DEFINE_integer("step", None, "Of a run: finished steps of the checkpoint.")
+    flags.DEFINE_enum("dtype", None, hf.DTYPES, "The written arrays' type.")
+    flags.DEFINE_string("step", None, "Of a run: finished steps of the checkpoint, or best.")
     flags.DEFINE_string("family", "qwen2", "The model's family, as config.model.family has it.")
     command.define_trust_code()
     command.run(main)

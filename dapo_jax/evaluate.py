@@ -4,11 +4,11 @@
     python -m dapo_jax.evaluate --model=MODEL --workdir=DIR --set=NAME:TASK:PATH \\
         [--k=32 --temperature=0.6 --top_p=0.95 --max_tokens=8192]
 
-The first evaluates the checkpoint after N rollout steps (default: the newest) of the run in DIR,
-which may be going on. The config has to be the run's in all that makes the policy. The second
-evaluates a Hugging Face directory, or ORG/NAME on its hub, with no config and no run
-(configs/any_model.py). Both write DIR/eval/N.<set>.<settings>.json and the responses beside it;
-`python -m dapo_jax.report --evaluation FILE FILE` compares two, problem by problem.
+The first evaluates the checkpoint after N rollout steps ("best": by checkpoint.best; default: the
+newest) of the run in DIR, which may be going on. The config has to be the run's in all that makes
+the policy. The second evaluates a Hugging Face directory, or ORG/NAME on its hub, with no config
+and no run (configs/any_model.py). Both write DIR/eval/N.<set>.<settings>.json and the responses
+beside it; `python -m dapo_jax.report --evaluation FILE FILE` compares two, problem by problem.
 """
 
 import pathlib
@@ -163,6 +163,6 @@ if __name__ == "__main__":
         sys.exit(f"error: {error}")
     config_flags.define_config()
     command.define_workdir()
-    flags.DEFINE_integer("step", None, "Finished steps of the checkpoint; 0: the start policy.")
+    flags.DEFINE_string("step", None, "Of a run: finished steps of the checkpoint, or best.")
     command.define_distributed()
     command.run(main)

@@ -57,6 +57,11 @@ def local(path: str) -> str:
     return _fetched.get(path, (path,))[0]
 
 
+def named(path: str) -> tuple[str, str | None]:
+    """Returns (ORG/NAME, revision) of a fetched model's name, (path, None) of a folder."""
+    return MODEL.fullmatch(path).group("repo", "revision") if path in _fetched else (path, None)
+
+
 def record() -> dict[str, dict[str, str]]:
     """Returns {"hub": {name: commit}} of the fetched names; {} without any."""
     return {"hub": {name: at[1] for name, at in sorted(_fetched.items())}} if _fetched else {}

@@ -6,14 +6,16 @@
     algo.loss_aggregation  AGGREGATIONS  how a mini-batch's losses are averaged, in algorithm.py
 
 The first row of each is DAPO's (arXiv 2503.14476); configs/README.md has the index of the papers
-that take others. A custom loss is one more policy loss, which algo.policy_loss names as
-"module:function" (on PYTHONPATH, or in the working directory): a function of (compared, logp,
-token, learning) that returns each token's loss, before its weight, and its indicators.
-learning.args has the constants that algo.args gives it. With algo.ratio = "token" it is called for
-a chunk of C tokens at a time, and the fields named _BT are [C]. With "sequence" it is called once
-for whole rows [B, T], so that it sees whole responses (`response_mean`); the head is then computed
-twice. Axes as in dapo_jax.algorithm, and B packed rows (dapo_jax.packing).
+that take others. algo.policy_loss and algo.advantage_scale may name a custom one,
+"module:function" (on PYTHONPATH, or in the working directory). A custom policy loss is a function
+of (compared, logp, token, learning) that returns each token's loss, before its weight, and its
+indicators. learning.args has the constants that algo.args gives it. With algo.ratio = "token" it is
+called for a chunk of C tokens at a time, and the fields named _BT are [C]. With "sequence" it is
+called once for whole rows [B, T], so that it sees whole responses (`response_mean`); the head is
+then computed twice. Axes as in dapo_jax.algorithm, and B packed rows (dapo_jax.packing).
 """
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -100,9 +102,9 @@ def kl_cov(compared, logp, token: Batch, learning):
 POLICY_LOSSES = {"clip": clip, "cispo": cispo, "none": unbounded, "kl_cov": kl_cov}
 
 
-def policy_loss(name: str):
-    """Returns the policy loss of a name; ValueError for a custom one that cannot be imported."""
-    return imported(f"algo.policy_loss = {name!r}", name) if ":" in name else POLICY_LOSSES[name]
+def chosen(key: str, name: str) -> Callable:
+    """Returns what one of CUSTOM names; ValueError for a custom one that cannot be imported."""
+    return imported(f"algo.{key} = {name!r}", name) if ":" in name else CUSTOM[key][name]
 
 
 def high_covariance(logp, advantage, mask, *, share: float) -> np.ndarray:
@@ -150,12 +152,13 @@ ADVANTAGES = {
     # Dr. GRPO, 2503.20783, section 3.2.
     "none": lambda reward_PG, _: algorithm.centred_reward(reward_PG),
 }
+CUSTOM = {"policy_loss": POLICY_LOSSES, "advantage_scale": ADVANTAGES}
 
 
 def advantages(reward_PG: np.ndarray, kept: np.ndarray, length_PG, *, scale: str) -> np.ndarray:
-    """Computes the kept groups' advantages by a name of ADVANTAGES; other groups' are 0."""
-    advantage_PG = np.zeros_like(reward_PG)
-    advantage_PG[kept] = ADVANTAGES[scale](reward_PG[kept], length_PG[kept])
+    """Computes the kept groups' advantages by algo.advantage_scale; other groups' are 0."""
+    advantage_PG, of_groups = np.zeros_like(reward_PG), chosen("advantage_scale", scale)
+    advantage_PG[kept] = of_groups(reward_PG[kept], length_PG[kept])
     return advantage_PG
 
 
@@ -171,7 +174,7 @@ def token_loss(logp, token: Batch, learning):
     # Padding has arbitrary log-probabilities: nothing of it may reach the loss.
     logp = jnp.where(token.is_response_BT, logp, 0.0)
     compared = RATIOS[learning.ratio](logp, token, learning)
-    loss, held = policy_loss(learning.policy_loss)(compared, logp, token, learning)
+    loss, held = chosen("policy_loss", learning.policy_loss)(compared, logp, token, learning)
     if learning.tis_cap > 0:
         weight, held["clip_fraction/tis"] = sampler_weight(token, cap=learning.tis_cap)
         loss *= weight

@@ -190,7 +190,7 @@ def typed() -> Iterator[str]:
 
 if __name__ == "__main__":
     flags.DEFINE_string("workdir", None, "A run's directory.")
-    flags.DEFINE_integer("step", None, "Of a run: finished steps of the checkpoint.")
+    flags.DEFINE_string("step", None, "Of a run: finished steps of the checkpoint, or best.")
     flags.DEFINE_string("model", None, "A Hugging Face directory, or ORG/NAME on its hub.")
     flags.DEFINE_string("prompt", None, "One question; without it, those that are typed.")
     flags.DEFINE_bool("chat", None, "Put questions into the tokenizer's chat template, or do not.")

@@ -6,8 +6,8 @@ A step of DAPO differs from one of GRPO in four ways: the upper clip is higher (
 are all right or all wrong are replaced by new ones (Eq. 11), every token weighs the same (Eq. 12),
 and length is punished softly before it is cut (Eq. 13). `rl_step` is one step in the paper's order.
 
-The same command resumes a run that was stopped. --start=run:DIR@STEP begins with checkpoint STEP of
-the run in DIR, under another config (a fork). On several hosts the command is given on each of
+The same command resumes a run that was stopped. --start=run:DIR@STEP begins with checkpoint STEP,
+or best, of the run in DIR, under another config (a fork). On several hosts it is given on each of
 them, with --distributed. Exit status: 0: done. 75: stopped by a signal, or by storage that fails
 for a while: run the same command again. 1: an error, or no step had an update with a gradient.
 """
@@ -22,7 +22,7 @@ from absl import flags
 
 from dapo_jax import algorithm, learner, losses, rollout
 from dapo_jax.checkpoints import digests, fingerprint
-from dapo_jax.checkpoints.progress import Progress
+from dapo_jax.checkpoints.progress import Progress, best_of
 from dapo_jax.cli import command, config_flags
 from dapo_jax.evaluation import Evaluation, settings_of
 from dapo_jax.logs import alarms, metrics
@@ -46,8 +46,12 @@ def train(config, workdir: pathlib.Path, parent=None, profile: int | None = None
         run, state, progress = start.open_run(config, workdir, parent, stack)
         if profile is not None and profile < run.step:
             raise ValueError(f"--profile={profile}: that step is done; the next is {run.step}")
-        if run.step == run.begin_step and run.sets and not run.evaluates_in(run.step):
-            evaluate_alone(run, state, run.step)  # a fork: all have a first point
+        # A fork, of which all have a first point, or the end of a run that was to have more steps.
+        alone = run.step == run.begin_step and not run.evaluates_in(run.step)
+        result = workdir / "eval" / f"{run.step}.json"
+        alone = run.sets and (alone or run.step == config.num_steps)
+        if alone and hosts.on_main(lambda: not result.is_file()):
+            evaluate_alone(run, state, run.step)
         session = None  # of partial rollouts: it goes on in the next step
         for step in range(run.step, config.num_steps):
             folder = workdir / "profile" / str(jax.process_index() or "")
@@ -179,8 +183,9 @@ def finish(
        of the state and of the responses' file, and the alarms look at it.
     2. Where a run may resume, the session of partial rollouts is closed: checkpoints have no keys
        and values. A policy that no later step samples is evaluated.
-    3. A snapshot of state and progress is taken there, this row in it, and saved if it is due; the
-       last one is waited for, so that a run with its last row has its last checkpoint.
+    3. The snapshot before is saved if its policy is the best so far. One of state and progress is
+       taken where a run may resume, this row in it, and saved if it is due; the last one is waited
+       for, so that a run with its last row has its last checkpoint.
     4. The row is written and shown. After a kill before this, the checkpoint's row is written.
     """
     config, step, rollouts = run.config, done.step, done.rollouts
@@ -208,6 +213,8 @@ def finish(
         found[step + 1] = evaluate_alone(run, state, step + 1)
 
     scores = with_scores(progress.scores, found, run)
+    if best_of(scores, range(run.begin_step + 1, step + 1)) == step:
+        run.snapshots.keep(step)  # the policy that this step has sampled and evaluated
     progress = Progress(rollouts.cursor, tokens, row, rollouts.partial, scores)
     if resumable:
         run.snapshots.take(step + 1, state, progress, arrays, force=ends or bool(stopped))
@@ -262,7 +269,8 @@ def main(_):
     given = flags.FLAGS
     config, workdir = given.config, pathlib.Path(given.workdir)
     hosts.start(several=given.distributed, cpu_devices=config.mesh.cpu_devices)
-    parent = fingerprint.Parent.parse(given.start) if given.start is not None else None
+    text = given.start
+    parent = None if text is None else hosts.on_main(lambda: fingerprint.Parent.parse(text))
     if given.dry_run:
         return dry_run.dry_run(config, workdir, parent)
     return train(config, workdir, parent, given.profile)

@@ -23,7 +23,7 @@ def plain_text(messages) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Example:
-    """One problem of a task and its ground truth.
+    """One problem of a task and its ground truth; a prompt that is a text is a user's message.
 
     source: name of the file, or of the generator. row: line of a jsonl file counted from 1, else
     row counted from 0. extra: what else the task needs to grade a response. opening: what its
@@ -36,6 +36,10 @@ class Example:
     row: int
     extra: Any = None
     opening: str | None = None
+
+    def __post_init__(self):
+        if isinstance(self.prompt, str):
+            object.__setattr__(self, "prompt", ({"role": "user", "content": self.prompt},))
 
     @property
     def text(self) -> str:

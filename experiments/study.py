@@ -342,7 +342,7 @@ def main(argv: Sequence[str]) -> None:
 def write(folder: pathlib.Path, text: str, drawn: plots.Figure) -> None:
     """Writes and prints a study's result."""
     write_file(folder / RESULT, text.encode())
-    write_file(folder / FIGURE, plots.png(drawn))
+    write_file(folder / FIGURE, plots.rendered(drawn))
     print(text)
 
 

@@ -91,6 +91,7 @@ class Gemma3Config(ModelConfig):
         "rope_local_base_freq": 1e4,
         "query_pre_attn_scalar": 256,
         "sliding_window": 4_096,
+        "max_position_embeddings": 131_072,  # from 4B on config.json does not say it
     }
     keys: ClassVar[Mapping[str, str]] = {
         "query_scalar": "query_pre_attn_scalar",

@@ -247,7 +247,8 @@ def config_json(config: ModelConfig, dtype: np.dtype, extra: Mapping[str, Any]) 
     if config.rope_scaling:
         entries = dataclasses.asdict(config.rope_scaling)
         fixed["rope_scaling"] = {name: v for name, v in entries.items() if v is not None}
-    free = {"bos_token_id": None, "eos_token_id": None, "max_position_embeddings": 32768}
+    free = {"bos_token_id": None, "eos_token_id": None, "max_position_embeddings": 32_768}
+    free |= {key: config.defaults[key] for key in free.keys() & config.defaults.keys()}
     return free | dict(extra) | fixed
 
 

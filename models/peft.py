@@ -15,11 +15,11 @@ CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 
 def save_peft(
-    adapters: Mapping[str, Any], config: ModelConfig, lora: Lora, folder, *, base: str, dtype: str
+    adapters: Mapping[str, Any], config: ModelConfig, lora: Lora, folder, *, base: tuple, dtype: str
 ) -> None:
     """Writes an adapter's directory.
 
-    adapters: {"layers": the stacked factors}. base: the directory or the name of the model that
+    adapters: {"layers": the stacked factors}. base: (directory or name, revision) of the model that
     they adapt. dtype: that of the file.
     """
     modules = {p.name: p.tensor for p in config.layer.parameters}
@@ -31,7 +31,7 @@ def save_peft(
     content = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        **dict(zip(("base_model_name_or_path", "revision"), base, strict=True)),
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "target_modules": sorted(names),

@@ -100,10 +100,17 @@ def scaling_of(entries: Mapping[str, Any]) -> RopeScaling:
 
     Raises ValueError for keys that are missing or unknown, and for wrong numbers.
     """
+    kind = SCALINGS[entries["rope_type"]]
+    known = [it.name for it in dataclasses.fields(kind)]
+    if unknown := ", ".join(map(repr, entries.keys() - known)):
+        raise ValueError(
+            f"{unknown} is no key of it, and readers differ on it: take it out, as transformers "
+            f"does, or write what is meant by the keys {', '.join(known)}"
+        )
     for name, value in entries.items():
         if name != "rope_type" and not (isinstance(value, int | float) and value > 0):
             raise ValueError(f"{name} must be a positive number")
     try:
-        return SCALINGS[entries["rope_type"]](**entries)
-    except TypeError as error:  # it names the key that is missing, or not computed
+        return kind(**entries)
+    except TypeError as error:  # it names the key that is missing
         raise ValueError(str(error)) from error

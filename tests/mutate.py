@@ -172,12 +172,15 @@ digest_of_even_factors dapo_jax/checkpoints/digests.py checkpoint
 progress_unchecked dapo_jax/checkpoints/store.py checkpoint
 - if json_digest(content[1]) != manifest["progress"]:
 + if not manifest["progress"]:
-worst_is_best dapo_jax/checkpoints/store.py checkpoint
-- best = max(scored, key=
-+ best = min(scored, key=
+worst_is_best dapo_jax/checkpoints/progress.py checkpoint
+- return max(scored, key=
++ return min(scored, key=
 older_snapshot dapo_jax/checkpoints/snapshots.py snapshots
 - step = self._newest[-1].step if self._newest else ""
 + step = self._newest[0].step if self._newest else ""
+best_not_saved dapo_jax/checkpoints/snapshots.py snapshots
+- [it for it in self._newest if it.step == step]
++ [it for it in self._newest if it.step > step]
 pass_at_k dapo_jax/evaluation.py train::test_scores_by_hand
 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 + math.comb(num_correct, k) / math.comb(num_samples, k)

@@ -4,6 +4,7 @@ import concurrent.futures
 import errno
 import gc
 import hashlib
+import json
 import pathlib
 import shutil
 
@@ -18,6 +19,7 @@ from runs import contents, saved_steps
 from states import abstract, assert_bitwise_equal, assert_restored, fail, restored, saved, state_at
 
 from dapo_jax.checkpoints import digests, store
+from dapo_jax.checkpoints.fingerprint import Parent, best_step
 from dapo_jax.checkpoints.store import Checkpoints, DamagedError
 from dapo_jax.logs.metrics import LOGP, TOKENS, VERDICTS
 from dapo_jax.logs.record import sample_digests
@@ -70,6 +72,33 @@ def test_a_step_is_saved_once_and_the_newest_the_best_and_every_fourth_are_kept(
         assert taken == [True, False]
     run.close()
     assert saved_steps(tmp_path) == [2, 4, 6, 7]
+
+
+def test_the_best_step_is_named_by_the_evaluations_of_one_kind(tmp_path):
+    """Nobody could ask for the checkpoint that checkpoint.best had kept."""
+
+    def write(step, k, score):
+        sets, settings = {"aime24": {f"mean@{k}": score, "problems": 30}}, {"aime24": {"k": k}}
+        content = {"step": step, "sets": sets, "settings": settings}
+        (tmp_path / "eval" / f"{step}.json").write_text(json.dumps(content))
+
+    (tmp_path / "eval").mkdir()
+    for result in ((0, 4, 0.9), (2, 8, 0.8), (4, 4, 0.5), (6, 4, 0.5), (8, 4, 0.4), (9, 4, 0.6)):
+        write(*result)
+    (tmp_path / "eval" / "8.aime24.t1_p1_k4.json").write_text("{}")  # of `evaluate`
+    (saved := tmp_path / "checkpoints").mkdir()
+    with pytest.raises(ValueError, match=r"none of the checkpoints \[\] .*best = 'aime24'; give"):
+        best_step(tmp_path, saved, "aime24")
+    for step in (2, 4, 6, 8):
+        (saved / f"{step}").mkdir()
+    assert best_step(tmp_path, saved, "aime24") == 4  # 0 and 9 have no checkpoint
+    for name in ("aime24", ""):
+        content = {"checkpoint": {"directory": "", "best": name}}
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        if name:
+            assert Parent.parse(f"run:{tmp_path}@best") == Parent(tmp_path, 4)
+    with pytest.raises(ValueError, match=r"best = ''; give the number"):
+        Parent.parse(f"run:{tmp_path}@best")
 
 
 @pytest.mark.parametrize("gone", ["moved", "a file"])

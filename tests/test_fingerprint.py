@@ -121,6 +121,8 @@ FILES = {
         ({"algo.policy_loss": "helper:extra"}, "helper.py", "algo.policy_loss: helper"),
         ({"data.train.task": "loose.task:Task"}, "loose/task.py", "train.task: loose.task"),
         ({"data.train.environment": "helper:Shop"}, "helper.py", "train.environment: helper"),
+        ({"algo.advantage_scale": "helper:extra"}, "helper.py", "algo.advantage_scale: helper"),
+        ({"log.metrics": ("helper:extra",)}, "helper.py", "said: log.metrics: helper"),
         ({"log.writers": ("helper:Writer",)}, "helper.py", "said: log.writers: helper"),
         ({"eval.sets.arithmetic.task": "helper:Task"}, "helper.py", "said: eval.sets.arithmetic"),
     ],

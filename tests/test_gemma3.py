@@ -12,6 +12,7 @@ from quick import jit, random_params
 from safetensors.numpy import load_file, save_file
 
 from dapo_jax.convert import convert
+from dapo_jax.setup import components
 from models import gemma3
 from models.hf import load_hf, save_hf
 from models.hf_config import config_of, load_config, sees_images
@@ -90,6 +91,9 @@ def test_a_published_config_is_its_preset(size):
     assert config_of(raw) == gemma3.PRESETS[size]
 
 
+LEFT_OUT = ("architectures", "max_position_embeddings")
+
+
 @pytest.fixture(params=["language_model.model.", "model.language_model."])
 def folder(tmp_path, request):
     """An instruct model that sees images, too, with either name of its text part."""
@@ -107,7 +111,7 @@ def folder(tmp_path, request):
         "model_type": "gemma3",
         "vision_config": {"hidden_size": 3},
         "eos_token_id": [1, 106],
-        "text_config": {k: v for k, v in text.items() if v is not None and k != "architectures"},
+        "text_config": {k: v for k, v in text.items() if v is not None and k not in LEFT_OUT},
     }
     (path / "config.json").write_text(json.dumps(outer))
     return path
@@ -122,3 +126,5 @@ def test_the_text_part_of_a_directory_is_read_and_written(folder, tmp_path):
         jax.tree.map(np.testing.assert_array_equal, split(load_hf(found))[1], expected)
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (written["model_type"], written["eos_token_id"]) == ("gemma3_text", [1, 106])
+    # The published directories leave it to transformers' default; the export said 32,768.
+    assert written["max_position_embeddings"] == 131_072 == components.positions_of(folder, SMALL)

@@ -134,7 +134,12 @@ def test_configs_of_older_and_newer_transformers_are_read(folder, changes, expec
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "'original_max_position_embeddings'"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "(no scaling), 'llama3', 'yarn'"),
-        ({"rope_scaling": YARN | {"mscale": 0.7}}, "'mscale'"),
+        ({"rope_scaling": YARN | {"mscale": 0.7}}, "'mscale' is no key of it"),
+        # DeepSeek-R1-0528-Qwen3-8B's, which was told Python's words and no advice.
+        (
+            {"rope_scaling": YARN | {"attn_factor": 0.88}},
+            "take it out, as transformers does, or wri",
+        ),
         ({"rope_scaling": YARN | {"factor": float("nan")}}, "factor must be a positive number"),
         ({"rope_scaling": YARN, "rope_parameters": YARN | {"factor": 2.0}}, "must say the same as"),
         (

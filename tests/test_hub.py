@@ -71,6 +71,18 @@ def test_a_tokenizer_and_a_file_come_alone_and_at_their_revision(served):
     assert {file.name for file in folder.iterdir()} == set(MODEL) - {"model.safetensors"}
 
 
+def test_an_adapter_names_its_base_as_peft_does(served, monkeypatch, tmp_path):
+    """PEFT took hf://ORG/NAME@REVISION for a repository, and could not find it."""
+    for name, revision in (("someone/tiny", None), ("hf://someone/tiny@main", "main")):
+        fetched(name)
+        assert hub.named(name) == ("someone/tiny", revision)
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(CHECKPOINT, "someone/tiny")
+    fetched("someone/tiny")
+    assert hub.named("someone/tiny") == ("someone/tiny", None)
+    assert hub.named("/a/b@c") == ("/a/b@c", None)
+
+
 def test_a_directory_of_that_name_wins(served, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(CHECKPOINT, "someone/tiny")

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from processes import ROOT
 from quick import jit
 
 from configs import base
@@ -156,6 +157,33 @@ def test_each_advantage_scale_by_hand():
         equal_PG, one_PG = np.full((3, 7), -1.3, np.float32), np.ones((3, 7), int)
         for some in (kept, kept[:0]):
             assert not losses.advantages(equal_PG, some, one_PG, scale=name).any()
+
+
+def test_a_constant_is_declared_for_the_losses_that_read_it():
+    """A sweep over kl_cov_coef under clip had equal arms, and nobody said so."""
+    constants = {"eps_low", "eps_high", "dual_clip", "kl_cov_coef"}
+    logp, token = token_of([1.0], [1.0])
+    token = dataclasses.replace(token, is_high_cov_BT=np.ones((1, 1), bool))
+    for loss in losses.POLICY_LOSSES:
+        learning, read = learning_of(policy_loss=loss), set()
+
+        class Seen:
+            def __getattr__(self, name, learning=learning, read=read):
+                read.add(name)
+                return getattr(learning, name)
+
+        losses.token_loss(logp, token, Seen())
+        declared = {name for name in constants if loss in base.KEYS[f"algo.{name}"].only}
+        assert read & constants == declared, loss
+
+
+def test_an_advantage_from_outside_is_that_of_the_trained_groups():
+    """One that a config file put into the table trained, and no other command knew it."""
+    reward_PG = np.array([[9, 0, 0, 0], [1, -1, -1, -1]], np.float32)
+    found = losses.advantages(reward_PG, np.array([1]), np.ones((2, 4)), scale="rloo:rloo")
+    np.testing.assert_allclose(found, [[0] * 4, [2, -2 / 3, -2 / 3, -2 / 3]], rtol=1e-6)
+    _, _, code = (ROOT / "tests" / "rloo.py").read_text().partition("\n\n\n")
+    assert code in (ROOT / "configs" / "README.md").read_text()
 
 
 LENGTHS = (1, 2, 3, 30, 4, 28, 9, 5)

@@ -14,7 +14,7 @@ from dapo_jax.logs.display import Display, evaluation_line
 from dapo_jax.logs.files import append_line, append_log, begin_rows, json_line, read_rows
 from dapo_jax.logs.metrics import METRICS, Metric, Step, score_metric, step_row
 from dapo_jax.printable import printable, printable_lines
-from dapo_jax.report import plots
+from dapo_jax.report import compare, plots
 from dapo_jax.report.runs import load_run, summary_lines
 from dapo_jax.types import Group, Prompt, Response, Rollouts, RolloutStats, Verdict
 
@@ -103,7 +103,7 @@ def _step(updates=None):
     informative = np.array([True, False, False, True])
     of_rollout = types.SimpleNamespace(generation_prompts=3, partial_rollout_steps=0)
     return Step(
-        config=types.SimpleNamespace(rollout=of_rollout),
+        config=types.SimpleNamespace(rollout=of_rollout, log=types.SimpleNamespace(metrics=())),
         step=12,
         rollouts=Rollouts(groups, np.array([0, 3]), informative, cursor=9, issued=5, stats=stats),
         reward_PG=np.array([[1, -1], [1, 1], [-2, -2], [-1, 1]], np.float32),
@@ -167,6 +167,25 @@ def test_a_new_metric_is_one_row_of_the_table(tmp_path, capsys):
         assert "long responses, tokens" in titles
     finally:
         METRICS.remove(row)
+
+
+def test_a_metric_from_outside_is_in_the_file_the_curves_and_the_tables(tmp_path, monkeypatch):
+    """One that a config file added was in no page, and other commands refused the run."""
+    step = _step()
+    step.config.log.metrics = ("rloo:reward_spread",)
+    row = step_row(step)
+    assert row["reward_spread"] == pytest.approx((2 + 0 + 0 + 2) / 4)
+    assert row == step_row(_step()) | {"reward_spread": row["reward_spread"]}
+    (tmp_path / "metrics.jsonl").write_bytes(json_line(row) + json_line(row | {"step": 13}))
+    runs = {"run": load_run(tmp_path)}
+    assert {"reward spread", "own ratio"} <= {panel.title for panel in plots.panels(runs)}
+    ((_, heads, (cells,)),), _ = compare.tables(runs)
+    found = dict(zip(heads, cells, strict=True))
+    assert (found["reward spread"], found["own ratio"]) == ("1", "1.5")
+    monkeypatch.setattr("rloo.loss", len, raising=False)
+    for name, refusal in (("rloo", "cannot be imported"), ("rloo:loss", "a metric is called loss")):
+        with pytest.raises(ValueError, match=refusal):
+            metrics.own_metrics([name])
 
 
 def test_a_metric_that_is_no_number_is_refused_by_name(monkeypatch):

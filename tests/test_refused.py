@@ -13,7 +13,7 @@ from dapo_jax import evaluate
 from dapo_jax.checkpoints.fingerprint import Parent
 from dapo_jax.cli import config_flags
 from dapo_jax.logs import writers
-from dapo_jax.setup import checks, components, start
+from dapo_jax.setup import checks, components, policy, start
 from dapo_jax.sweep import plan
 from sharding.mesh import make_mesh
 
@@ -56,6 +56,18 @@ def beginning(settings):
 
 def writer(name):
     beginning({"log.writers": (name,)})
+
+
+def training(settings):
+    """Refuses what training lacks; what reads a run needs neither its loss nor its metrics."""
+    config = tiny.get_config()
+    config.update_from_flattened_dict(settings)
+    start.check(config, training=False)
+    start.check(config)
+
+
+def stepped(step):
+    policy.load_policy(tiny.get_config(), None, step=step)
 
 
 def sweep(changes):
@@ -101,7 +113,10 @@ REFUSED = [
     (key, ("learner.adam_eps", 1e-40), "but must be greater than 0, and finite in float32"),
     (key, ("rollout.top_p", 1.5), "but must be greater than 0, and at most 1"),
     (key, ("seed", 2**32), "but must be at least 0, and at most 4294967295"),
+    (training, {"algo.advantage_scale": "nowhere:rloo"}, "scale = 'nowhere:rloo', which cannot be"),
+    (training, {"log.metrics": ("nowhere:spread",)}, "has 'nowhere:spread', which cannot be"),
     (flag, "--config.eps_high=0.3", r"Did you mean --config\.algo\.eps_high\?"),
+    (sweep, {"grid": ["eps_hihg=0.2"]}, "no key 'eps_hihg'.*mean --config.algo.eps_high"),
     (flag, "--config.eval.sets.arithmetic.top_q=1", "mean --config.eval.sets.arithmetic.top_p"),
     (flag, "--config.algo.gate=clip", "its name is --config.algo.policy_loss now"),
     (flag, f"{NEW}new.promt_field=x", "promt_field.*Did you mean .*prompt_field"),
@@ -135,12 +150,18 @@ REFUSED = [
     (sweep, {"grid": ["algo.eps_hihg=0.2"]}, "no key 'algo.eps_hihg'.*mean --config.algo.eps_high"),
     (sweep, {"grid": ["algo.eps_high=-1"]}, "arm 'eps_high=-1': .* = -1.0, but must be"),
     (sweep, {"grid": ["preset=dapo,naive_gpro"]}, "arm 'naive_gpro': .*did you mean 'naive_grpo'"),
+    (
+        sweep,
+        {"grid": ["algo.policy_loss=none,clip", "algo.eps_high=0.2,0.3"]},
+        "none.eps_high=0.2' and .*none.eps_high=0.3' are equal: .* = 0.3 has no .*= clip or cispo",
+    ),
     (sweep, {"grid": TWICE}, "have algo.eps_high twice"),
     (sweep, {"grid": ["seed=1,2"]}, "give --seeds=5"),
     (sweep, {"named": ["a: num_steps=2", "a: num_steps=3"]}, "'a' cannot name .* or two arms"),
     (sweep, {"named": ["a/b: num_steps=3"]}, "'a/b' cannot name an arm's folder"),
     (sweep, {"named": ["a: num_steps"]}, 'write "NAME: KEY=V KEY=V"'),
     (sweep, {"seeds": "x"}, "--seeds=x: give how many"),
+    (stepped, "bets", "--step=bets: must be a number of finished steps, or best"),
     *((evaluate.named_set, text, A_SET) for text in ("a:math", ":math:path", "a:no:b.csv")),
     (evaluate.named_set, "a:nosuch:gs://bucket/b.jsonl", A_SET),
     *((Parent.parse, text, OF_A_RUN) for text in ("hf:model@2", "run:a", "run:@2", "run:a@-1")),
@@ -196,5 +217,3 @@ def test_too_little_data_and_wrong_batches_are_refused_before_anything_compiles(
     with pytest.raises(ValueError, match=message):
         checks.check_divides(config, make_mesh(data=4, model=1))
     checks.check_divides(config, make_mesh(data=2, model=2))
-    with pytest.raises(ValueError, match="tokenizer has 999 ids, but the model only 384"):
-        components.programs(tiny.get_config(), 999)

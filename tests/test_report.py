@@ -1,8 +1,10 @@
 """Reports: what is read of runs, drawn, put on a page, and compared."""
 
+import csv
 import dataclasses
 import gzip
 import html
+import io
 import json
 import math
 import re
@@ -18,6 +20,7 @@ from dapo_jax.report.runs import Run, by_arm, column, complete, load_run, summar
 
 HOSTILE = '</script><script>alert(1)</script>"><img src=x onerror=alert(2)>\u2028<!--'
 SCORE = "held_out", "mean@8"
+PICTURES = ("curves", "accuracy_vs_tokens")
 
 
 def _run(*, seed=0, arm="", steps=4, gain=0.1, **config):
@@ -181,6 +184,7 @@ def test_hostile_text_stays_text(tmp_path):
     images = re.findall(r"<img src=\"(data:image/png;base64,|)", text)
     assert images == ["data:image/png;base64,"] * 2
     assert "<!--" not in text and "http" not in text
+    assert all("<script" not in (tmp_path / f"{name}.svg").read_text() for name in PICTURES)
     assert html.unescape(re.sub("<[^>]*>", "", text)).count(HOSTILE) >= 8
 
 
@@ -221,6 +225,34 @@ def test_arms_are_compared_on_the_seeds_they_share():
     # A run that died in its last evaluation has no earlier one in its place.
     del (run := _run()).evaluations[SCORE][4]
     assert name not in {quantity.name for quantity in compare.quantities({"a": run})}
+
+
+def test_the_table_is_there_in_numbers():
+    """A paper's table was typed from the page."""
+    runs = {f"{n}": _run(arm=arm, seed=n) for n, arm in enumerate(("a,b", "a,b", "c"))}
+    of_b, of_c = csv.DictReader(io.StringIO(compare.csv_text(runs)))
+    name = "held_out mean@8, %"
+    assert (of_b["arm"], of_b["seeds"], of_c["seeds"]) == ("a,b", "2", "1")
+    assert float(of_b[name]) == pytest.approx(50.5) and float(of_c[name]) == pytest.approx(52)
+    assert float(of_b[f"{name} ±"]) == pytest.approx(math.sqrt(0.5)) and not of_c[f"{name} ±"]
+    assert compare.csv_text({"short": _run(num_steps=9)}).splitlines() == ["arm,seeds"]
+
+
+def test_nothing_rounds_to_minus_zero_and_a_single_point_has_no_panel():
+    """Differences of -0.04 were -0.0; a run with one evaluation had a panel with one dot."""
+    runs = {arm: _run(arm=arm) for arm in "ab"}
+    for row in runs["b"].rows:
+        row |= {"reward/mean": -1e-5, "grad_norm": None}
+        row["accuracy/mean"] -= 1e-5
+    runs["b"].rows[1]["grad_norm"] = runs["b"].rows[0]["ratio_gap"] = 0.1
+    text = compare.markdown(runs, title="") + "\n".join(summary_lines(runs["b"]))
+    assert not re.search(r"-0(\.0*)?(?![.\d])", text)
+    titles = {panel.title for panel in plots.panels({"b": runs["b"]})}
+    assert "policy entropy, nats" in titles
+    assert not titles & {"gradient norm before clipping", "sampler/learner gap, mean |ratio - 1|"}
+    assert "gradient norm before clipping" in {panel.title for panel in plots.panels(runs)}
+    del runs["b"].rows[1:]
+    assert "policy entropy, nats" in {panel.title for panel in plots.panels({"b": runs["b"]})}
 
 
 def test_a_run_that_ended_early_is_not_the_end_of_its_arm():
@@ -266,10 +298,16 @@ def test_the_command_prints_what_it_draws_and_leaves_each_runs_pictures_alone(
     path = first / "compared"
     assert out.splitlines()[-1] == f"page: {path / 'report.html'}"
     assert "## Differences from b on the same seed" in out
-    names = {"report.html", "curves.png", "accuracy_vs_tokens.png"}
-    assert {file.name for file in path.iterdir()} == names
+    pictures = (f"{name}.{form}" for name in PICTURES for form in ("png", "svg", "pdf"))
+    assert {file.name for file in path.iterdir()} == {"report.html", "table.csv", *pictures}
+    assert (path / "curves.pdf").read_bytes().startswith(b"%PDF")
+    assert "finished rollout steps</text>" in (path / "curves.svg").read_text()
     *summary, last = report(f"--workdir={first}").splitlines()
     assert summary == summary_lines(load_run(first))
     assert last == f"page: {first / 'report.html'}"
-    with pytest.raises(SystemExit, match=r"metrics\.jsonl"):
-        report(f"--workdir={tmp_path}")
+    for absent in (tmp_path, tmp_path / "nowhere"):
+        message = rf"report: {absent}/metrics.jsonl: No such file or directory \(ENOENT\)"
+        with pytest.raises(SystemExit, match=message):
+            report(f"--workdir={absent}")
+    with pytest.raises(SystemExit, match=r"nowhere.json: No such file .*\(ENOENT\)"):
+        report("--evaluation", tmp_path / "nowhere.json", tmp_path / "nowhere.json")

@@ -28,6 +28,18 @@ def test_due_and_forced_snapshots_are_saved(tmp_path):
         assert run.spent_seconds() > run.spent_seconds() == 0  # told once
 
 
+def test_the_best_policy_is_saved_once_it_is_known_whether_it_is_due_or_not(tmp_path):
+    """Evaluated a step after its snapshot, between two saves, the best policy was lost."""
+    with snapshots(tmp_path, every_steps=3) as run:
+        for step in range(1, 6):
+            take(run, step, STATE, cursor=step)
+            for known in (step - 1, step - 1, step - 4):
+                if step == 3:
+                    run.keep(known)  # -1: of a step that another process has done
+                    assert 2 in saved_steps(tmp_path)
+    assert saved_steps(tmp_path) == [2, 3]
+
+
 def test_a_state_that_is_donated_after_the_snapshot_is_saved_as_it_was(tmp_path):
     """The learner's update overwrites its input while the checkpoint is being written."""
     overwrite = jax.jit(lambda state: jax.tree.map(lambda leaf: leaf * 0, state), donate_argnums=0)

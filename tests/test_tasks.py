@@ -18,6 +18,7 @@ from dapo_jax.algorithm import group_advantage, informative_groups, outcome_rewa
 from dapo_jax.cli.config_flags import read_config
 from dapo_jax.evaluation import settings_of
 from dapo_jax.logs.files import read_rows
+from dapo_jax.tasks import readers
 from dapo_jax.tasks.base import graded, load_examples
 from dapo_jax.tasks.math_problems import MathProblems, MathTask
 from dapo_jax.tasks.rows import DataError
@@ -111,6 +112,15 @@ def test_a_grader_that_raises_says_at_which_response():
         graded(group(["a", "b"], EXAMPLE), task=breaks, tokenizer=Letters())
     (note,) = error.value.__notes__
     assert note == "(Mine.grade, sums.csv, row 3: answer '5', response 'b')"
+
+
+def test_a_prompt_may_be_a_text(tmp_path):
+    """The guide says so, and a task's own example ended in a traceback."""
+    (file := tmp_path / "a.csv").write_text("q\nhi\nhi\n")
+    (read,), report = readers.read_rows(str(file), ["q"], lambda row: (row["q"], "5"))
+    listed = type("Mine", (), {"load": lambda self: [Example("hi", "5", "a.csv", 0)]})()
+    assert (read.prompt, report.duplicates) == (USER, 1)
+    assert load_examples(listed, "mine")[0] == [read]
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,30 @@ def test_stop_tokens_are_chosen_by_text_in_order_and_once(bpe_folder):
         load(bpe_folder, stop_tokens=["<|endoftxt|>"])
 
 
+def test_an_id_beyond_the_models_rows_is_refused_only_where_a_text_a_stop_or_a_template_makes_it(
+    bpe_folder, piece_file, tmp_path
+):
+    """Gemma 3 of 1B could not start: an image's placeholder was one id more than its rows."""
+    image = "<|image|>"
+    folder = copy_of(bpe_folder, tmp_path)
+    bpe(special=(*CONTROL, image)).save(str(folder / "tokenizer.json"))
+    tokenizer = load(folder, chat="template", rows=259)
+    assert tokenizer.vocab_size == 259 and max(tokenizer.encode(f"no {image}")) < 256
+    message = "'<.image.>' is token 259, but the model has 259 rows of embeddings: take it out"
+    with pytest.raises(ValueError, match=message):
+        tokenizer.encode_chat(user(f"no {image}"))
+    assert max(tokenizer.between(user(f"no {image}"), 258)) < 259
+    with pytest.raises(ValueError, match=r"stop_tokens: '<.image.>' is not in"):
+        load(folder, stop_tokens=[image], rows=259)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [258, 259]}')
+    with pytest.raises(ValueError, match=r"\[258, 259\], but ids with a row are below 259"):
+        load(folder, rows=259)
+    assert load(folder).vocab_size == 260
+    assert load(piece_file, rows=290).vocab_size == 290
+    with pytest.raises(ValueError, match="model has 99 rows of"):
+        load(piece_file, rows=99).encode("\u00bd~")
+
+
 def copy_of(folder, to, **config):
     for file in folder.iterdir():
         (to / file.name).write_bytes(file.read_bytes())
@@ -117,7 +141,7 @@ ENDS_NOWHERE["tokenizer.json"] = bpe().to_str()
         ({}, "neither a directory with a tokenizer's files nor a sent"),
         ({"tokenizer.model": "no"}, "tokenizer.model is not a sentencepiece m"),
         ({"tokenizer.json": "{"}, r"cannot be read: .*\(tokenizer\.path\)"),
-        (ENDS_NOWHERE, r"generation_config.json: eos_token_id is .*no such id"),
+        (ENDS_NOWHERE, r"generation_config.json: eos_token_id is .*but ids with a row"),
     ],
 )
 def test_what_cannot_be_loaded_is_named(tmp_path, files, message):

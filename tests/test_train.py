@@ -9,17 +9,20 @@ from unittest import mock
 import jax
 import numpy as np
 import pytest
-from runs import responses, rows_without_timings
+from runs import responses, rows_without_timings, saved_steps
 from shared_programs import STEPS, programs_compiled_once, small_config  # noqa: F401  a fixture
 
 from dapo_jax import train
+from dapo_jax.checkpoints import fingerprint
+from dapo_jax.checkpoints.progress import Progress
 from dapo_jax.checkpoints.store import Checkpoints
 from dapo_jax.convert import convert
 from dapo_jax.evaluation import majority_is_correct, summarize
 from dapo_jax.logs.files import read_rows
 from dapo_jax.logs.metrics import METRICS
 from dapo_jax.process import hosts
-from dapo_jax.setup import components, dry_run
+from dapo_jax.setup import components, dry_run, policy
+from dapo_jax.setup import start as starts
 from dapo_jax.setup.start import Parent, is_finished
 from dapo_jax.tasks.math_problems import MathTask
 from dapo_jax.tasks.tokenizer import load_tokenizer
@@ -33,6 +36,7 @@ OPTIONAL = (*FIRST, "seconds/evaluate", "partial_rollouts/", "staleness/", "clip
 OPTIONAL += ("routes/", "seconds_in_rollout/environment")
 EXPECTED_KEYS = {metric.key for metric in METRICS if not metric.key.startswith(OPTIONAL)}
 UNEVALUATED, BEST = {"eval.every_steps": 0}, {"checkpoint.best": "arithmetic"}
+RARELY_SAVED = {"checkpoint.every_steps": 4}
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +58,7 @@ def finished(tmp_path_factory):
         patch.setattr(train, "rl_step", guarded(train.rl_step, "disallow"))
         for name in ("place", "fetch"):
             patch.setattr(hosts, name, guarded(getattr(hosts, name), "allow"))
-        train.train(small_config(**BEST), workdir, profile=1)
+        train.train(small_config(**BEST, **RARELY_SAVED), workdir, profile=1)
     return workdir
 
 
@@ -98,6 +102,8 @@ def test_a_run_writes_what_it_promises(finished):
     progress = json.loads((finished / "checkpoints" / "3" / "progress" / "metadata").read_text())
     ((named, found),) = progress["scores"].items()
     assert named.startswith("arithmetic ") and found == known
+    # Due every fourth step and at the end; the second is the best of those that had been evaluated.
+    assert saved_steps(finished / "checkpoints") == [2, 3]
     assert len([*(finished / "profile").rglob("*.xplane.pb")]) == 1
     assert (finished / "curves.png").stat().st_size
     sampled = [json.loads(line) for line in responses(finished, 2).splitlines()]
@@ -121,6 +127,18 @@ def test_stopped_and_resumed_equals_uninterrupted_bitwise(finished, tmp_path):
     assert [row["step"] for row in read_rows(file)] == [2]
 
 
+def test_a_run_that_ends_earlier_than_planned_is_evaluated_at_its_end(finished, tmp_path):
+    """Stopped after 3 steps of 4, and given again with 3, it showed the evaluation before."""
+    stopped = shutil.copytree(finished, tmp_path / "stopped")
+    file, config = stopped / "eval" / "3.json", stopped / "config.json"
+    expected = file.read_text()
+    file.unlink()
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_steps": 4}))
+    train.train(small_config(**BEST, **RARELY_SAVED), stopped)
+    assert file.read_text() == expected
+    assert rows_without_timings(stopped) == rows_without_timings(finished)
+
+
 def times(folder):
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
@@ -130,11 +148,16 @@ def test_a_dry_run_checks_and_tells_the_next_step_and_writes_nothing(finished, t
         dry_run.dry_run(small_config(**settings), workdir, None)
         return capsys.readouterr().out
 
-    new = lines(tmp_path / "new")
+    new = lines(tmp_path / "new", **{"algo.kl_cov_coef": 2.0, "learner.lora_alpha": 8.0})
+    assert "algo.kl_cov_coef = 2.0 has no effect without algo.policy_loss = kl_cov" in new
+    assert new.count("has no effect") == 2 and "without learner.lora_rank" in new
     assert "200 rows" in new
     assert re.search(r"first prompt of data\.train, whose answer is '-?\d+':\n  \| Solve the", new)
     assert f"dry run: 0 of 3 steps are done in {tmp_path / 'new'}. Nothing was written" in new
     assert not (tmp_path / "new").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"--workdir=.*/file is a file"):
+        lines(tmp_path / "file")
     before = times(finished)
     assert "dry run: 3 of 7 steps are done" in lines(finished, num_steps=7)
     with pytest.raises(ValueError, match=r"num_steps = 2, but the run in .* has finished 3 steps"):
@@ -214,8 +237,8 @@ def test_gspo_trains_by_ratios_to_the_learners_own_rounding(tmp_path):
 
 def test_a_run_whose_updates_are_left_out_stops_evaluated_and_saved(tmp_path, monkeypatch):
     """Every gradient is NaN. No step follows in whose session the evaluation could ride."""
-    nan = {"group_std": lambda reward_PG, length_PG: reward_PG * np.nan}
-    monkeypatch.setattr(train.losses, "ADVANTAGES", nan)
+    nan = train.losses.ADVANTAGES | {"group_std": lambda reward_PG, length_PG: reward_PG * np.nan}
+    monkeypatch.setitem(train.losses.CUSTOM, "advantage_scale", nan)
     config = small_config(**{"eval.every_steps": 2})
     with pytest.raises(SystemExit, match="step 1: 4 updates in a row were left out") as stopped:
         train.train(config, tmp_path)
@@ -248,7 +271,10 @@ def test_a_state_that_is_not_finite_ends_the_run_unsaved(tmp_path, monkeypatch):
 
 
 def test_a_run_exports_to_hugging_face(finished, tmp_path):
-    """The newest checkpoint's weights, with the tokenizer beside them."""
+    """The newest checkpoint's weights, with the tokenizer beside them; or the best one's."""
+    scores = {n: json.loads((finished / "eval" / f"{n}.json").read_text()) for n in (2, 3)}
+    best = max(scores, key=lambda n: scores[n]["sets"]["arithmetic"]["mean@4"])
+    assert policy.load_policy(small_config(**BEST), finished, step="best")[1] == best
     convert(f"run:{finished}", f"hf:{tmp_path}", dtype="float32")
     with pytest.raises(FileNotFoundError, match="no checkpoint 7"):
         convert(f"run:{finished}", f"hf:{tmp_path / 'other'}", dtype="float32", step=7)
@@ -260,6 +286,23 @@ def test_a_run_exports_to_hugging_face(finished, tmp_path):
     state, _ = Checkpoints(finished / "checkpoints", keep=3).restore(STEPS, programs.state)
     exported = load_params(tmp_path, programs.sizes, dtype="float32")
     jax.tree.map(np.testing.assert_array_equal, exported, state.params)
+
+
+def test_an_export_of_a_spread_start_is_the_policy_that_was_sampled(tmp_path):
+    """In float32 it had the start's random bits, and was another policy, without a word."""
+    start = small_config().model.path
+    config = small_config(num_steps=1, **{"model.compute_dtype": "bfloat16"}, **UNEVALUATED)
+    planned = starts.plan_training(config, tmp_path, None)
+    saved = Checkpoints(tmp_path / "checkpoints", keep=1)
+    saved.fingerprint = fingerprint.of_run(planned.config, planned.data)
+    saved.save(1, planned.programs.start_state(), Progress().to_json())
+    (tmp_path / "config.json").write_text(planned.config.to_json_best_effort())
+    assert "in bfloat16" in convert(f"run:{tmp_path}", f"hf:{tmp_path / 'out'}")
+    params, theirs = (
+        load_params(path, planned.programs.sizes, dtype="bfloat16")
+        for path in (tmp_path / "out", start)
+    )
+    jax.tree.map(np.testing.assert_array_equal, params, theirs)
 
 
 def test_scores_by_hand():

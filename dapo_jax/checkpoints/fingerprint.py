@@ -22,6 +22,7 @@ from ml_collections import ConfigDict
 from configs.base import MAY_CHANGE, OF_POLICY, eval_settings, mixture_settings
 from configs.compare import as_json, config_differences, current, fill_open
 from dapo_jax import hub
+from dapo_jax.checkpoints.progress import best_of
 from dapo_jax.logs.files import read_json, read_rows, read_starts
 from dapo_jax.logs.provenance import NAME as STARTS
 from dapo_jax.process import hosts
@@ -30,6 +31,7 @@ from dapo_jax.types import Prompt
 from models import families
 
 SHOWN_DIFFERENCES = 5
+BEST = "best"  # in the place of a step, of --step and --start
 WEIGHTS = ".safetensors"
 LIBRARY = "math_verify"  # rules whose code is no file of this project
 # Steps without a checkpoint, in units of checkpoint.every_steps, that a run can have finished when
@@ -46,12 +48,16 @@ class Parent:
 
     @classmethod
     def parse(cls, text: str) -> "Parent":
-        """Reads run:DIR@STEP; ValueError for anything else."""
+        """Reads run:DIR@STEP, or run:DIR@best; ValueError for anything else."""
         kind, _, place = text.partition(":")
         folder, _, step = place.rpartition("@")
-        if kind != "run" or not folder or not step.isdecimal():
+        if kind != "run" or not folder or not (step.isdecimal() or step == BEST):
             raise ValueError(f"--start is {text!r}, but must be run:DIR@STEP, a run's checkpoint")
-        return cls(pathlib.Path(folder).resolve(), int(step))
+        workdir = pathlib.Path(folder).resolve()
+        if step == BEST:
+            of = current(read_json(workdir / "config.json")).checkpoint
+            step = best_step(workdir, of.directory or workdir / "checkpoints", of.best)
+        return cls(workdir, int(step))
 
     def __str__(self) -> str:
         return f"run:{self.workdir}@{self.step}"
@@ -77,6 +83,23 @@ class Parent:
                 "which count too"
             )
         return directory
+
+
+def best_step(workdir: pathlib.Path, directory, name: str) -> int:
+    """Returns which checkpoint in `directory` is the best by the run's evaluations of a set.
+
+    Those with other settings than the last do not count. ValueError where there is none.
+    """
+    files = [it for it in (workdir / "eval").glob("*.json") if it.stem.isdecimal()]
+    found = [it for it in map(read_json, files) if name in it["sets"]]
+    last = max(found, key=lambda it: it["step"])["settings"][name] if found else {}
+    same = [it for it in found if it["settings"][name] == last]
+    scores = {str(it["step"]): it["sets"][name][f"mean@{last['k']}"] for it in same}
+    steps = [int(it.name) for it in epath.Path(directory).glob("*") if it.name.isdecimal()]
+    if (best := best_of({name: scores}, steps)) is None:
+        of = f"none of the checkpoints {sorted(steps)} in {directory} was evaluated"
+        raise ValueError(f"{of} on checkpoint.best = {name!r}; give the number of one")
+    return best
 
 
 def of_run(config: ConfigDict, data, parent=None) -> dict:
@@ -120,8 +143,8 @@ def of_code(config: ConfigDict) -> dict[str, dict[str, str]]:
     sets |= mixture_settings(config)
     of_sets = ("task", "environment")
     named = [(f"{key}.{name}", it[name]) for key, it in sets.items() for name in of_sets]
-    named += [("log.writers", name) for name in config.log.writers]
-    named += [("algo.policy_loss", config.algo.policy_loss)]
+    named += [(f"log.{key}", name) for key in ("writers", "metrics") for name in config.log[key]]
+    named += [(f"algo.{key}", config.algo[key]) for key in ("policy_loss", "advantage_scale")]
     custom = [(key, name.partition(":")[0]) for key, name in named if ":" in name]
     if config.model.family not in families.BUILT_IN:
         custom.append(("model.family", config.model.family))

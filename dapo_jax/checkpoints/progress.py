@@ -2,7 +2,7 @@
 
 import base64
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -42,6 +42,13 @@ class Progress:
         partial = [_group(it) for it in described.get("partial", ())]
         known = {it.name for it in dataclasses.fields(cls)} & described.keys()
         return cls(**{name: described[name] for name in known} | {"partial": partial})
+
+
+def best_of(scores: Mapping, steps: Iterable[int]) -> int | None:
+    """Returns which of these steps has the best score in `Progress.scores`, the first of equals."""
+    of_set = dict(*scores.values())
+    scored = (step for step in sorted(steps) if str(step) in of_set)
+    return max(scored, key=lambda step: of_set[str(step)], default=None)
 
 
 def _group_json(group: PartialGroup) -> dict:

@@ -106,6 +106,13 @@ class Snapshots:
                 self._wait_for(lambda: snapshot not in self._pending)
         self._seconds += time.monotonic() - start
 
+    def keep(self, step: int) -> None:
+        """Saves the snapshot after so many steps, due or not; waits, as a stop leaves it out."""
+        with self._changed:
+            self._pending.extend(here := [it for it in self._newest if it.step == step])
+            self._changed.notify_all()
+            self._wait_for(lambda: not {*here} & {*self._pending})
+
     def spent_seconds(self) -> float:
         """Returns the seconds that `take` had since the last call."""
         spent, self._seconds = self._seconds, 0.0

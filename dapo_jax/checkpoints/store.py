@@ -21,6 +21,7 @@ from etils import epath
 from orbax.checkpoint.checkpoint_managers import preservation_policy as preservation
 
 from dapo_jax.checkpoints import digests, fingerprint
+from dapo_jax.checkpoints.progress import best_of
 from dapo_jax.logs.files import json_digest
 from dapo_jax.process import hosts
 from dapo_jax.process.failures import brief, is_damage, is_transient
@@ -108,10 +109,8 @@ class Checkpoints:
         )
         place = self.directory / str(newest)
         kept = newest is not None and self._keep != 1
-        scores = dict(*progress.get("scores", {}).values())
-        scored = [it for it in sorted([*steps, step]) if str(it) in scores]
-        best = max(scored, key=lambda it: scores[str(it)], default=step)  # of equal ones the first
-        self._policies[0] = preservation.CustomSteps([best])
+        best = best_of(progress.get("scores", {}), [*steps, step])
+        self._policies[0] = preservation.CustomSteps([step if best is None else best])
         try:
             return self._manager.save(step, args=content, force=True)
         finally:  # an error of Orbax's is of that, then

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 from ml_collections.config_dict import placeholder
+from ml_collections.config_flags import register_flag_parser_for_type, tuple_parser
 from ml_collections.config_flags.config_flags import ConfigFileFlagParser
 
 from configs import base
@@ -19,6 +20,17 @@ KEY_FLAG = re.compile(r"--?(?:no)?config\.([^=\[]+)")
 ARGUMENT = re.compile(r"(.+args)\.(\w+)")  # of a task or a chat template
 NEEDED = ("path", "kind", "task")  # what a new set has one of
 HELP = ("--help", "-help", "-h", "--helpfull", "--helpshort")
+
+
+class TupleParser(tuple_parser.TupleParser):
+    """Reads a,b,c as texts, beside what Python writes."""
+
+    def parse(self, argument):
+        is_python = not isinstance(argument, str) or re.match(r"$|[\d(\['\"]", argument)
+        return super().parse(argument) if is_python else tuple(argument.split(","))
+
+
+register_flag_parser_for_type(tuple, TupleParser())
 
 
 def define_config(

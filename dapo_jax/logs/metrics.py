@@ -1,8 +1,8 @@
 """The table of metrics: what each one means, how a step computes it, where a person sees it.
 
 A new metric is a row of METRICS and nothing else; metrics.jsonl, TensorBoard, the live line, the
-summary and the curves follow. `python -m dapo_jax.logs.metrics` prints the table.
-Host only: no jax.
+summary and the curves follow. `python -m dapo_jax.logs.metrics` prints the table. log.metrics names
+your own: "module:function" of a Step. Host only: no jax.
 """
 
 import collections
@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from dapo_jax.outside import imported
 from dapo_jax.types import GAVE_UP, Response, Rollouts, RolloutStats
 
 STATE, TOKENS, LOGP, VERDICTS = "digest/state", "digest/tokens", "digest/logp", "digest/verdicts"
@@ -120,7 +121,7 @@ class Metric:
     unit: str
     meaning: str
     value: Callable[[Step], Any] | None = None
-    form: str = "{:.4g}"
+    form: str = "{:z.4g}"
     panel: str = ""
     line: str = ""
     summary: str = ""
@@ -147,7 +148,7 @@ METRICS: list[Metric] = [
     Metric("sampled_tokens_total", "tokens", "Tokens sampled for training by the run so far.",
            lambda s: s.sampled_tokens_total),
     Metric("reward/mean", "reward", "Mean reward (Eq. 7 and 13) of the sampled responses.",
-           lambda s: s.reward_PG.mean(), form="{:+6.3f}", panel="mean reward", line="reward",
+           lambda s: s.reward_PG.mean(), form="{:+z6.3f}", panel="mean reward", line="reward",
            summary="reward", higher_is_better=True),
     Metric("accuracy/mean", "share", "Correct share of the sampled responses.",
            lambda s: s.rollouts.correct_PG.mean(), form="{:6.1%}", panel="accuracy",
@@ -299,6 +300,14 @@ def mean_measures(responses: Sequence[Response]) -> dict[str, float]:
     return {name: float(np.mean(values[name])) for name in sorted(values)}
 
 
+def own_metrics(names: Sequence[str]) -> dict[str, Callable[[Step], Any]]:
+    """Imports what log.metrics names, by the functions' names; ValueError for what is none."""
+    own = {it.rpartition(":")[2]: imported(f"log.metrics has {it!r}", it) for it in names}
+    if taken := ", ".join(own.keys() & {metric.key for metric in METRICS}):
+        raise ValueError(f"log.metrics: a metric is called {taken}; rename your function")
+    return own
+
+
 def step_row(step: Step) -> dict[str, float]:
     """The step's row of metrics.jsonl: every metric of the table that the step has.
 
@@ -316,6 +325,7 @@ def step_row(step: Step) -> dict[str, float]:
     }
     found = dict.fromkeys(metric.key for metric in METRICS) | given  # in the order of the table
     found |= {metric.key: metric.value(step) for metric in METRICS if metric.value}
+    found |= {key: of(step) for key, of in own_metrics(step.config.log.metrics).items()}
     row = {}
     for key, value in found.items():
         if value is not None:

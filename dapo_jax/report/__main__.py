@@ -3,8 +3,8 @@
     python -m dapo_jax.report --workdir PATH [PATH2 ...] [--baseline ARM]
     python -m dapo_jax.report --evaluation FILE FILE2 [...]
 
-The first prints the summary of a run, or the tables of several, and writes curves.png,
-accuracy_vs_tokens.png and report.html into the folder, or beside the file of rows; what is of
+The first prints the summary of a run, or the tables of several, and writes report.html, its two
+pictures (png, svg, pdf) and table.csv into the folder, or beside the file of rows; what is of
 several goes into the folder compared/ there. A PATH is a run's folder, a sweep's, or a
 rows.jsonl.gz of a study. The second compares evaluations of one set, eval/*.json, problem by
 problem.
@@ -17,6 +17,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from dapo_jax.logs.files import write_file
+from dapo_jax.process.failures import explain
 from dapo_jax.report import compare, evaluations, page, plots, runs
 from dapo_jax.report.rows import read_rows_file
 from dapo_jax.report.runs import Run
@@ -48,10 +49,16 @@ def load(paths: Sequence[str | pathlib.Path]) -> dict[str, Run]:
 def write_report(
     folder: pathlib.Path, loaded: Mapping[str, Run], *, baseline: str = ""
 ) -> pathlib.Path:
-    """Writes curves.png, accuracy_vs_tokens.png and report.html; returns the path of the page."""
-    draw = {"curves.png": plots.curves, "accuracy_vs_tokens.png": plots.accuracy_vs_tokens}
-    files = {name: plots.png(figure(loaded)) for name, figure in draw.items()}
-    text = page.render(loaded, pictures=[*files.values()], baseline=baseline)
+    """Writes the page, its pictures and its table (table.csv); returns the path of the page."""
+    draw = {"curves": plots.curves, "accuracy_vs_tokens": plots.accuracy_vs_tokens}
+    files = {
+        f"{name}.{form}": plots.rendered(figure, form)
+        for name, figure in ((name, curves(loaded)) for name, curves in draw.items())
+        for form in ("png", "svg", "pdf")
+    }
+    pngs = [files[f"{name}.png"] for name in draw]
+    text = page.render(loaded, pictures=pngs, baseline=baseline)
+    files["table.csv"] = compare.csv_text(loaded).encode()
     files["report.html"] = text.encode(errors="backslashreplace")  # responses may hold anything
     for name, content in files.items():
         write_file(folder / name, content)
@@ -79,7 +86,7 @@ def main() -> None:
             folder /= "compared" if len(set(given.workdir)) > 1 else ""
             print(f"page: {write_report(folder, loaded, baseline=given.baseline)}")
     except (EOFError, OSError, ValueError) as error:
-        sys.exit(f"dapo_jax.report: {error}")
+        sys.exit(f"dapo_jax.report: {explain(error)[0]}")
 
 
 if __name__ == "__main__":

@@ -1,16 +1,17 @@
 """Arms compared over seeds: one number a run, means and spreads, differences from one arm."""
 
+import csv
 import dataclasses
 import functools
+import io
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from dapo_jax.logs.metrics import TASK
 from dapo_jax.report import statistics
-from dapo_jax.report.runs import Run, by_arm, column, complete, mean_scores
+from dapo_jax.report.runs import Run, by_arm, column, complete, mean_scores, own_metrics
 
 TOKENS = "sampled_tokens_total"  # of a row
 METHOD = f"""\
@@ -26,11 +27,11 @@ class Quantity:
 
     name: str
     value: Callable[[Run], float]
-    form: str = "{:.1f}"
+    form: str = "{:z.1f}"
 
 
 def averaged(
-    average: Callable, name: str, key: str, *, scale: float = 1.0, form: str = "{:.1f}"
+    average: Callable, name: str, key: str, *, scale: float = 1.0, form: str = "{:z.1f}"
 ) -> Quantity:
     """Returns the average of a metric over a run's rows, times a scale."""
     return Quantity(name, lambda run: scale * average(column(run.rows, key)), form)
@@ -73,15 +74,15 @@ def nonzero_updates(run: Run) -> float:
 
 
 WORK = (  # arms of equally many steps may differ in each
-    averaged(lambda values: values[-1] / 1e3, "sampled tokens, thousands", TOKENS, form="{:.0f}"),
-    Quantity("non-zero updates", nonzero_updates, "{:.0f}"),
-    averaged(np.sum, "informative groups", "groups/informative", form="{:.0f}"),
+    averaged(lambda values: values[-1] / 1e3, "sampled tokens, thousands", TOKENS, form="{:z.0f}"),
+    Quantity("non-zero updates", nonzero_updates, "{:z.0f}"),
+    averaged(np.sum, "informative groups", "groups/informative", form="{:z.0f}"),
 )
 TRAINING = (
     last("train accuracy, %", "accuracy/mean", scale=100),
-    last("reward", "reward/mean", form="{:.3f}"),
-    last("entropy, nats", "entropy", form="{:.4f}"),
-    mean("clipped high, % (all steps)", "clip_fraction/high", scale=100, form="{:.3f}"),
+    last("reward", "reward/mean", form="{:z.3f}"),
+    last("entropy, nats", "entropy", form="{:z.4f}"),
+    mean("clipped high, % (all steps)", "clip_fraction/high", scale=100, form="{:z.3f}"),
     last("response tokens", "response_tokens/mean"),
     last("truncated, %", "response_tokens/truncated_fraction", scale=100),
     *WORK,
@@ -89,16 +90,11 @@ TRAINING = (
 
 
 def quantities(runs: Mapping[str, Run]) -> list[Quantity]:
-    """Lists the compared quantities that some run has: mean@k, TRAINING, the task's measures."""
+    """Lists the compared quantities that some run has: mean@k, TRAINING, own metrics."""
     # A set's name with settings is of `evaluate`.
     scores = [key for key in mean_scores(runs).values() if " " not in key[0]]
-    keys = dict.fromkeys(key for run in runs.values() for row in run.rows for key in row)
-    of_task = [
-        last(f"{key.removeprefix(TASK).replace('_', ' ')}, the task's own", key, form="{:.4g}")
-        for key in keys
-        if key.startswith(TASK)
-    ]
-    return known([*(final_score(*key) for key in scores), *TRAINING, *of_task], runs)
+    own = [last(name, key, form="{:z.4g}") for key, name in own_metrics(runs).items()]
+    return known([*(final_score(*key) for key in scores), *TRAINING, *own], runs)
 
 
 def known(quantities: Sequence[Quantity], runs: Mapping[str, Run]) -> list[Quantity]:
@@ -187,12 +183,25 @@ def tables(runs: Mapping[str, Run], *, baseline: str = "") -> tuple[list[Table],
     return found, short
 
 
+def csv_text(runs: Mapping[str, Run]) -> str:
+    """Returns the arms' means and standard deviations as CSV, unrounded; empty where unknown."""
+    kept = since_all_run(complete(runs)[0])
+    compared, rows = quantities(kept), csv.writer(text := io.StringIO(), lineterminator="\n")
+    rows.writerow(["arm", "seeds", *(q.name + of for q in compared for of in ("", " ±"))])
+    for arm, of_seed in by_arm(kept).items():
+        row = [arm, len(of_seed)]
+        for found in (numbers(quantity, of_seed) for quantity in compared):
+            row += [found.mean() if len(found) else "", found.std(ddof=1) if len(found) > 1 else ""]
+        rows.writerow(row)
+    return text.getvalue()
+
+
 def since_all_run(runs: Mapping[str, Run]) -> dict[str, Run]:
     """Returns the runs from the first step that all of them have: a fork has none of its parent's.
 
     Tokens are counted from there too, where a run has the step before.
     """
-    begin = max(run.rows[0]["step"] for run in runs.values())
+    begin = max((run.rows[0]["step"] for run in runs.values()), default=0)
     all_rows = [row for run in runs.values() for row in run.rows]
     spent = max((row.get(TOKENS, 0) for row in all_rows if row["step"] == begin - 1), default=0)
 

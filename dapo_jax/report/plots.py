@@ -11,15 +11,15 @@ import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from matplotlib import style
+from matplotlib import rc_context, style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
 
-from dapo_jax.logs.metrics import METRICS, TASK
+from dapo_jax.logs.metrics import METRICS
 from dapo_jax.printable import shortened
-from dapo_jax.report.runs import Key, Run, by_arm, mean_scores, points, tokens_before
+from dapo_jax.report.runs import Key, Run, by_arm, mean_scores, own_metrics, points, tokens_before
 from dapo_jax.report.statistics import nan_mean
 
 ACCURACY = "accuracy/mean"  # shares a panel with the evaluations
@@ -40,22 +40,20 @@ class Panel:
 def panels(runs: Mapping[str, Run]) -> list[Panel]:
     """The panels that METRICS names, the evaluations beside the training accuracy.
 
-    Leaves out curves without any value: parts of the package that the config does not use. Of
-    several arms each curve has a panel of its own. A curve that is alone in a panel of several has
-    its name in the title.
+    Leaves out curves of fewer than two points: parts of the package that the config does not use.
+    Of several arms each curve has a panel of its own. A curve that is alone in a panel of several
+    has its name in the title.
     """
-    rows = [row for run in runs.values() for row in run.rows]
-    known = {key for row in rows for key, value in row.items() if value is not None}
     drawn: list[tuple[str, str, str, Key]] = []
     for metric in METRICS:
-        if metric.panel and metric.key in known:
+        if metric.panel:
             curves = {metric.key.rpartition("/")[2].replace("_", " "): metric.key}
             if metric.key == ACCURACY:
                 curves = {"training": ACCURACY} | mean_scores(runs)
             drawn += [(metric.panel, metric.unit, *curve) for curve in curves.items()]
-    for key in sorted(key for key in known if key.startswith(TASK)):
-        name = key.removeprefix(TASK).replace("_", " ")
-        drawn.append((f"{name}, the task's own", "", name, key))
+    drawn += [(name, "", name, key) for key, name in own_metrics(runs).items()]
+    least = min(2, max(len(run.rows) for run in runs.values()))  # one step has points alone
+    drawn = [curve for curve in drawn if _most_points(runs, curve[-1]) >= least]
     in_table = collections.Counter(metric.panel for metric in METRICS)
     here = collections.Counter(title for title, *_ in drawn)
     found: dict[str, Panel] = {}
@@ -65,6 +63,10 @@ def panels(runs: Mapping[str, Run]) -> list[Panel]:
             title = f"{title}: {name}"
         found.setdefault(title, Panel(title, unit, {})).curves[name] = key
     return list(found.values())
+
+
+def _most_points(runs: Mapping[str, Run], key: Key) -> int:
+    return max(sum(y is not None for y in points(run, key).values()) for run in runs.values())
 
 
 def curves(runs: Mapping[str, Run]) -> Figure:
@@ -80,6 +82,7 @@ def accuracy_vs_tokens(runs: Mapping[str, Run]) -> Figure:
     """
     scores = {"training samples": ACCURACY} | mean_scores(runs)
     shown = [Panel(name, "share", {name: key}) for name, key in scores.items()]
+    shown = [it for it in shown if _most_points(runs, *it.curves.values()) > 1] or shown
     title = f"accuracy at equal sampling budgets: {titled(runs)}"
     return chosen(runs, shown, title=title, over_tokens=True)
 
@@ -113,9 +116,10 @@ def chosen(
     return figure
 
 
-def png(figure: Figure) -> bytes:
-    """Renders a figure as a PNG file."""
-    figure.savefig(file := io.BytesIO(), format="png")
+def rendered(figure: Figure, form: str = "png") -> bytes:
+    """Renders a figure as a file of a form: png, svg or pdf, with text that stays text."""
+    with rc_context({"svg.fonttype": "none", "pdf.fonttype": 42}):
+        figure.savefig(file := io.BytesIO(), format=form)
     return file.getvalue()
 
 

@@ -124,6 +124,15 @@ def mean_scores(runs: Mapping[str, Run]) -> dict[str, Key]:
     return {" ".join(pair): pair for pair in pairs if pair[1].startswith("mean@")}
 
 
+def own_metrics(runs: Mapping[str, Run]) -> dict[str, str]:
+    """Returns the keys of rows that METRICS lacks and names for them: a task's, a loss's, yours."""
+    elsewhere = ("eval/", "alarm/", "digest/", "seconds", "verdicts/")
+    keys = dict.fromkeys(key for run in runs.values() for row in run.rows for key in row)
+    own = [it for it in keys.keys() - {it.key for it in METRICS} if not it.startswith(elsewhere)]
+    of = {True: ", the task's own", False: ""}
+    return {it: it.removeprefix(TASK).replace("_", " ") + of[TASK in it] for it in sorted(own)}
+
+
 def column(rows: Sequence[Mapping], key: str) -> np.ndarray:
     """The rows' values of a key, [rows] float64, NaN where missing."""
     return np.array([row.get(key) for row in rows], dtype=np.float64)  # of None makes NaN

@@ -10,7 +10,7 @@ def conclude(workdir: pathlib.Path, *, was_finished: bool) -> bool:
     """Draws a finished run's curves, unless it was so before; returns whether it trained."""
     run, curves = runs.load_run(workdir), workdir / "curves.png"
     if not (was_finished and curves.is_file()):  # a kill after the last row leaves none
-        write_file(curves, plots.png(plots.curves({workdir.name: run})))
+        write_file(curves, plots.rendered(plots.curves({workdir.name: run})))
     lines = [*runs.summary_lines(run), f"curves: {curves}"]
     if was_finished:
         done = run.finished_steps

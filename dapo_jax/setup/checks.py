@@ -37,6 +37,12 @@ def _of_config(config: ConfigDict) -> Conditions:
     best, sets = config.checkpoint.best, eval_settings(config) if config.eval.every_steps else {}
     message = f"checkpoint.best = {best!r}, but the evaluation sets are {', '.join(sets) or 'none'}"
     yield best in ("", *sets), message
+    every, partial = config.checkpoint.every_steps, config.rollout.partial_rollout_steps
+    yield (
+        not (best and partial) or config.eval.every_steps % max(every, 1) == 0,
+        f"checkpoint.best = {best!r}, but with partial rollouts a policy is saved at multiples of "
+        f"checkpoint.every_steps = {every} only: set eval.every_steps to one",
+    )
     training = mixture_settings(config)
     yield bool(training), "data.train.weight = 0, and no set of data.mixture has a weight"
     for key, settings in training.items():
@@ -131,15 +137,6 @@ def check_lora(learner: ConfigDict, sizes: ModelConfig) -> None:
         raise ValueError(
             f"learner.lora_targets = {targets}, but LoRA of model_type {sizes.model_type!r} "
             f"adapts {', '.join(able)}: name some of these (experts and routers are left alone)"
-        )
-
-
-def check_ids(tokenizer_ids: int, sizes: ModelConfig) -> None:
-    """Refuses a tokenizer of more ids than the model has embedding rows (ValueError)."""
-    if tokenizer_ids > sizes.vocab_size:
-        raise ValueError(
-            f"the tokenizer has {tokenizer_ids} ids, but the model only {sizes.vocab_size} "
-            "embedding rows; set tokenizer.path to the model's own tokenizer"
         )
 
 

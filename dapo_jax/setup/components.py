@@ -157,7 +157,8 @@ def model_sizes(config: ConfigDict) -> ModelConfig:
 
 def positions_of(path: str, sizes: ModelConfig) -> int | None:
     """Returns the number of positions that a model directory names; None where it names none."""
-    positions = read_config(path).get("max_position_embeddings")
+    key = "max_position_embeddings"
+    positions = read_config(path).get(key, sizes.defaults.get(key))
     if positions and isinstance(sizes.rope_scaling, YarnScaling):
         # Qwen's model cards add the scaling and leave the number as it was.
         positions = max(positions, sizes.rope_scaling.positions)
@@ -177,6 +178,7 @@ def tokenizer(config: ConfigDict) -> Tokenizer:
         path,
         stop_tokens=of.stop_tokens or None,
         chat=of.chat,
+        rows=model_sizes(config).vocab_size,
         date=of.date,
         chat_args=of.chat_args.to_dict(),
     )
@@ -302,7 +304,6 @@ def programs(config: ConfigDict, vocab_size: int, *, devices=None) -> Programs:
     None: all of this program's.
     """
     sizes = model_sizes(config)
-    checks.check_ids(vocab_size, sizes)
     mesh = mesh_of(config, devices)
     kernels = kernels_for(config.model.kernels, platform_of(mesh))
     constants = learning(config, vocab_size, kernels, routes=sizes.routes)

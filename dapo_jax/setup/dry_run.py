@@ -28,6 +28,8 @@ SHOWN_CHARS = 1_000  # of a prompt
 def dry_run(config: ConfigDict, workdir: pathlib.Path, parent: Parent | None) -> None:
     """Refuses what a start in `workdir` would refuse before its weights, and reports the rest."""
     say = print if hosts.is_main_host() else lambda line: None
+    if workdir.is_file():
+        raise ValueError(f"--workdir={workdir} is a file: give a folder's name")
     directory, step, require = start.directory_of(config, workdir), None, fingerprint.require_parent
     begun = hosts.on_main(directory.is_dir)
     start.accept_and_fetch(config, training=True, weights=bool(begun or parent))

@@ -12,7 +12,7 @@ from configs.compare import complete, current
 from dapo_jax.checkpoints import fingerprint
 from dapo_jax.checkpoints.store import Checkpoints
 from dapo_jax.logs.files import read_json
-from dapo_jax.process import compile_cache
+from dapo_jax.process import compile_cache, hosts
 from dapo_jax.setup import auto_sizes, components, start
 from models import families
 
@@ -85,15 +85,17 @@ def load_policy(
     fit: Callable = auto_sizes.fit_training,
     *,
     evaluates: bool = False,
-    step: int | None = None,
+    step: int | str | None = None,
     may_differ: tuple[str, ...] = (),
 ) -> tuple[start.Planned, int, dict, dict | None]:
     """Loads the policy of a run's checkpoint: (plan, finished steps, what is trained, start's).
 
     workdir: the run's; None: there is only the config's model. fit: as of `plan`. evaluates:
-    whether the evaluation sets are read. step: of the checkpoint; None: the newest. may_differ:
-    keys of the policy that may differ from the run's.
+    whether the evaluation sets are read. step: of the checkpoint, or "best"; None: the newest.
+    may_differ: keys of the policy that may differ from the run's.
     """
+    if step not in (None, fingerprint.BEST) and not str(step).isdecimal():
+        raise ValueError(f"--step={step}: must be a number of finished steps, or best")
     unread = ("data.",) if evaluates else ("data.", "eval.")
     start.accept_and_fetch(config, *unread, training=False)
     compile_cache.enable()
@@ -105,6 +107,10 @@ def load_policy(
     else:
         directory = start.directory_of(config, workdir)
         with contextlib.closing(Checkpoints(directory, keep=None)) as saved:
+            if step == fingerprint.BEST:
+                of = (workdir, directory, config.checkpoint.best)
+                step = hosts.on_main(lambda: fingerprint.best_step(*of))
+            step = None if step is None else int(step)
             found = restored(programs, saved, step, may_differ=may_differ)
     start.require_finite_start(config, *found)
     return planned, *found

@@ -22,7 +22,7 @@ from clu import parameter_overview
 from etils import epath
 from ml_collections import ConfigDict
 
-from configs.base import leaves
+from configs.base import leaves, without_effect
 from configs.compare import as_json, config_differences
 from dapo_jax import hub, losses
 from dapo_jax.checkpoints import fingerprint
@@ -31,7 +31,7 @@ from dapo_jax.checkpoints.progress import Progress
 from dapo_jax.checkpoints.snapshots import Snapshots
 from dapo_jax.checkpoints.store import Checkpoints
 from dapo_jax.learner import TrainState
-from dapo_jax.logs import writers
+from dapo_jax.logs import metrics, writers
 from dapo_jax.logs.alarms import Alarms, require_finite
 from dapo_jax.logs.files import locked, read_json, read_rows
 from dapo_jax.logs.metrics import Stopwatch
@@ -42,6 +42,7 @@ from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.setup import auto_sizes, checks, components
 from dapo_jax.tasks.datasets import Dataset
 from dapo_jax.tasks.tokenizer import Tokenizer
+from models.hf_config import read_config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,12 +63,16 @@ class Planned:
         """Says what devices, data and sizes a step has."""
         r, mesh = self.config.rollout, self.programs.mesh
         axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+        routed = self.config.model.path if self.programs.sizes.routes else ""
+        aux = routed and read_config(hub.local(routed)).get("router_aux_loss_coef")
         return [
             f"devices: {mesh.size} x {jax.devices()[0].device_kind}, mesh {axes}",
             *self.data.report_lines(),
             f"a step: {r.num_prompts} prompts x {r.group_size} responses of at most "
             f"{r.max_response_tokens} tokens, {self.config.updates_per_step} updates",
             *self.chosen,
+            *without_effect(self.config).values(),
+            *[f"router_aux_loss_coef = {aux} of config.json: there is no such loss"] * bool(aux),
         ]
 
     def session(self, weights: dict, *streams: Stream) -> Session:
@@ -125,7 +130,9 @@ def check(config: ConfigDict, *, training: bool = True) -> None:
     if training:
         for name in config.log.writers:
             writers.find(name)
-        losses.policy_loss(config.algo.policy_loss)
+        metrics.own_metrics(config.log.metrics)
+        for key in losses.CUSTOM:
+            losses.chosen(key, config.algo[key])
     if config.model.family and pathlib.Path(config.model.path or "/nowhere").is_dir():
         components.model_sizes(config)
 

@@ -15,7 +15,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from configs.base import MAY_CHANGE
-from configs.compare import as_json, config_differences
+from configs.compare import as_json, config_differences, require_unlike
 from dapo_jax.cli.config_flags import read_config
 from dapo_jax.logs.files import read_json, write_json
 from dapo_jax.report.runs import sweep_label
@@ -108,6 +108,7 @@ def make(
             checks.check(plan.configs[arm])
         except ValueError as error:
             raise ValueError(f"arm {arm!r}: {' '.join(str(error).split())}") from None
+    require_unlike(plan.configs, plan.arms)
     return plan
 
 

@@ -66,8 +66,9 @@ def read_rows(
 
     path: its last part may have a "*", which stands for the shards of one data set. fields: those
         that each row must have, and that are read of a parquet file; []: all. make: (row) ->
-        (messages, answer) or (messages, answer, extra); its ValueError makes the row a bad one.
-        file_format: of FORMATS; "": by the path's ending.
+        (prompt, answer) or (prompt, answer, extra), where a prompt is messages or a text; its
+        ValueError makes the row a bad one.
+    file_format: of FORMATS; "": by the path's ending.
     on_bad_row: "error" raises DataError for bad rows, "skip" leaves them out.
     same: which pairs of answers to one prompt are no conflict.
 

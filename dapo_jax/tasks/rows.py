@@ -109,13 +109,15 @@ class Rows:
             first, count = self._bad.get(kind, (note, 0))
             self._bad[kind] = first, count + 1
 
-    def add(self, row: int, prompt: tuple[Message, ...], answer: str, extra: Any = None) -> None:
+    def add(
+        self, row: int, prompt: tuple[Message, ...] | str, answer: str, extra: Any = None
+    ) -> None:
         """Takes a good row, unless its prompt is already there."""
-        key = tuple((message["role"], message["content"]) for message in prompt)
+        example = Example(prompt, answer, self.shard or self._name, row, extra)
+        key = tuple((message["role"], message["content"]) for message in example.prompt)
         if isinstance(extra, Columns):
             key += (repr(extra),)
         self._occurrences[key] += 1
-        example = Example(prompt, answer, self.shard or self._name, row, extra)
         first = self._first.setdefault(key, example).answer
         if first != answer and not self._same([(answer, first)])[0]:
             self._conflicts.add(key)

@@ -37,6 +37,7 @@ BREAK = "\ufdd0"  # no text has it: stands in one that shall be no token of a te
 _CLOCK = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 MORE_TEMPLATES = "additional_chat_templates"  # a folder of named ones, for other users
 MAX_ERROR_CHARS = 200
+ANY = 2**31  # rows of a model that has one for each id
 PROBE = "\n What is  12+3?\nAnswer: \u00bd \u00e9\U0001f680, is it so, is it"
 
 
@@ -71,11 +72,20 @@ class PlainText:
         """Encodes a prompt of messages ({"role", "content"}), ready for the model's answer."""
         return self.encode(plain_text(messages))
 
+    def _known(self, ids: list[int]) -> list[int]:
+        """Returns the ids of a text; ValueError where the model has no row for one of them."""
+        if (id := max(ids, default=0)) >= self.vocab_size:
+            raise ValueError(
+                f"{self.decode([id])!r} is token {id}, but the model has {self.vocab_size} rows of "
+                "embeddings: take it out of the text, or set tokenizer.path to the model's own"
+            )
+        return ids
+
 
 class HuggingFaceTokenizer(PlainText):
     """The tokenizer, chat template and end tokens of a Hugging Face directory.
 
-    vocab_size: 1 + the largest id that exists; a model's padded vocabulary may be larger.
+    vocab_size: 1 + the largest id that exists and has a row in the model, which may have more.
     stop_ids: ids that end a response, at least one.
     chat: "template" or "none", how messages become a prompt.
     date: the day that the template writes; "": today's, or that it writes none.
@@ -88,6 +98,7 @@ class HuggingFaceTokenizer(PlainText):
         *,
         stop_tokens: Sequence[str] | None,
         chat: str,
+        rows: int = ANY,
         date: str = "",
         chat_args: Mapping[str, Any] | None = None,
     ):
@@ -108,7 +119,7 @@ class HuggingFaceTokenizer(PlainText):
         for name in self._chat_args:
             if not re.search(rf"\b{re.escape(name)}\b", template):
                 logging.warning("tokenizer.chat_args has %s, which no template reads", name)
-        ids = self._tokenizer.get_vocab()
+        ids = {text: id for text, id in self._tokenizer.get_vocab().items() if id < rows}
         self.vocab_size = 1 + max(ids.values())
         if stop_tokens is None:
             ends = self._tokenizer.convert_ids_to_tokens(_end_ids(folder, self.vocab_size))
@@ -156,10 +167,12 @@ class HuggingFaceTokenizer(PlainText):
         special = [it.content for it in self._tokenizer.added_tokens_decoder.values() if it.special]
         return max(filter(behind.lstrip().startswith, special), key=len, default=None)
 
+    def _ids(self, text: str, **how) -> list[int]:
+        return self._known(self._tokenizer(text, **how).input_ids)
+
     def encode(self, text: str) -> list[int]:
         """Encodes plain text: nothing is added, and no text becomes a special token."""
-        plainly = {"add_special_tokens": False, "split_special_tokens": True}
-        return self._tokenizer(text, **plainly).input_ids
+        return self._ids(text, add_special_tokens=False, split_special_tokens=True)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decodes ids without the stop token at their end."""
@@ -179,7 +192,7 @@ class HuggingFaceTokenizer(PlainText):
         """
         before = before if before in self._added else ""
         pieces = (f"{before}{piece}" for piece in text.split(BREAK))
-        of_pieces = (self._tokenizer(piece, add_special_tokens=False).input_ids for piece in pieces)
+        of_pieces = (self._ids(piece, add_special_tokens=False) for piece in pieces)
         return [id for ids in of_pieces for id in ids[len(before) > 0 :]]
 
     def plainly(self, text: str) -> str:
@@ -236,7 +249,7 @@ class HuggingFaceTokenizer(PlainText):
         tools: their schemas, which the template shows.
         """
         if self.chat == "none":
-            return self._tokenizer(plain_text(messages), split_special_tokens=True).input_ids
+            return self._ids(plain_text(messages), split_special_tokens=True)
         roles = [message["role"] for message in messages]
         begun = roles[-1:] == ["assistant"]  # an answer's first words, to go on from
         given = self._chat_args | ({"tools": list(tools)} if tools else {})
@@ -244,7 +257,7 @@ class HuggingFaceTokenizer(PlainText):
         with _of_library(self._folder, f"has no prompt for roles {roles} by its template"):
             text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, **given)
         first, *more = text.split(BREAK, 1)
-        ids = self._tokenizer(first, add_special_tokens=False).input_ids
+        ids = self._ids(first, add_special_tokens=False)
         before = self._tokenizer.convert_ids_to_tokens(self.stop_ids[0])
         return ids + (self._encoded(*more, before) if more else [])
 
@@ -252,11 +265,11 @@ class HuggingFaceTokenizer(PlainText):
 class SentencePieceTokenizer(PlainText):
     """A sentencepiece model with the same methods; a prompt of messages is plain text."""
 
-    def __init__(self, file: epath.Path, *, stop_tokens: Sequence[str] | None):
+    def __init__(self, file: epath.Path, *, stop_tokens: Sequence[str] | None, rows: int = ANY):
         self._processor = sentencepiece.SentencePieceProcessor()
         with _of_library(file, "is not a sentencepiece model"):
             self._processor.LoadFromSerializedProto(file.read_bytes())
-        self.vocab_size = self._processor.vocab_size()
+        self.vocab_size = min(self._processor.vocab_size(), rows)
         ids = {self._processor.id_to_piece(id): id for id in range(self.vocab_size)}
         if stop_tokens is None:
             ends = [*_end_ids(file.parent, self.vocab_size), self._processor.eos_id()]
@@ -264,7 +277,7 @@ class SentencePieceTokenizer(PlainText):
         self.stop_ids = _stop_ids(stop_tokens, ids, file)
 
     def encode(self, text: str) -> list[int]:
-        return self._processor.encode(text)
+        return self._known(self._processor.encode(text))
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._processor.decode(_text_ids(ids, self))
@@ -281,7 +294,7 @@ def begun_answer(messages: Sequence[Message], tokenizer: Tokenizer) -> str:
 
 
 def load_tokenizer(
-    path: PathLike, *, stop_tokens: Sequence[str] | None, chat: str, **template
+    path: PathLike, *, stop_tokens: Sequence[str] | None, chat: str, rows: int = ANY, **template
 ) -> Tokenizer:
     """Reads a tokenizer from a Hugging Face directory or a sentencepiece model.
 
@@ -293,6 +306,7 @@ def load_tokenizer(
     chat: "template" (transformers' apply_chat_template) or "none" (the contents of the messages as
         plain text, with what the tokenizer puts around a text, such as <|begin_of_text|>); "auto":
         the first where there is a template.
+    rows: embedding rows of the model, which may be fewer than the tokenizer's ids.
     template: date, the day, as 2026-11-27, of one that writes it ("": today); chat_args, more
         arguments of it, as enable_thinking is of Qwen3's.
 
@@ -303,7 +317,8 @@ def load_tokenizer(
     of_tokenizer = FILES[:-2]  # the last two are a model's too
     there = [name for name in of_tokenizer if (path / name).exists()] if path.is_dir() else []
     if there not in ([], ["tokenizer.model"]):
-        return HuggingFaceTokenizer(path, stop_tokens=stop_tokens, chat=chat, **template)
+        template |= {"chat": chat, "rows": rows}
+        return HuggingFaceTokenizer(path, stop_tokens=stop_tokens, **template)
     model_file = path / "tokenizer.model" if there else path
     if model_file.suffix != ".model" or not model_file.exists():
         raise FileNotFoundError(
@@ -315,7 +330,7 @@ def load_tokenizer(
             f"{model_file} is a sentencepiece model, which has no chat template: set "
             'tokenizer.chat="none".'
         )
-    return SentencePieceTokenizer(model_file, stop_tokens=stop_tokens)
+    return SentencePieceTokenizer(model_file, stop_tokens=stop_tokens, rows=rows)
 
 
 def save_for_transformers(model_file: epath.Path, folder: epath.Path) -> list[str]:
@@ -382,7 +397,7 @@ def _stop_ids(stop_tokens: Sequence[str], ids: Mapping[str, int], file) -> tuple
         if text not in ids:
             near = ", ".join(difflib.get_close_matches(text, ids, n=3)) or "none"
             raise ValueError(
-                f"tokenizer.stop_tokens: {text!r} is not in {file}; near matches: {near}"
+                f"tokenizer.stop_tokens: {text!r} is not in {file}, or in no row; near: {near}"
             )
     return tuple(dict.fromkeys(ids[text] for text in stop_tokens))
 
@@ -395,7 +410,7 @@ def _end_ids(folder: epath.Path, vocab_size: int) -> list[int]:
             ids = given if isinstance(given, list) else [given]
             if not all(type(id) is int and 0 <= id < vocab_size for id in ids):
                 raise ValueError(
-                    f"{file}: eos_token_id is {given!r}, but the tokenizer has no such id"
+                    f"{file}: eos_token_id is {given!r}, but ids with a row are below {vocab_size}"
                 )
             return ids
     return []
