@@ -18,7 +18,7 @@ DOUBT = (
     r"|incorrect|mistaken|contradiction|fail|check|try|tries|tried|unknown|unlikely|sure|about"
     r"|around|approximate|nearly|almost|roughly|hardly|bound|more|less|fewer|than|between|at least"
     r"|at most|plus|minus|half|twice|double|triple|squared|cubed|percent points|each|hundred"
-    r"|thousand|times (?:as|the)|dozen|[mbt]r?illion)s?\b|n['\u2019]t\b|\?)"
+    r"|thousand|times (?:as|the)|dozen|[mbt]r?illion|of the answer)s?\b|n['\u2019]t\b|\?)"
 )
 _ANSWER_LINE = re.compile(
     r"[\W_]{0,20}(?:(?:the|my)\s{1,4})?(?:final\s{1,4})?answer[\s*_]{0,8}[:\uff1a](.*)",
@@ -119,9 +119,10 @@ def claimed(sentence: str | None) -> str | None:
     sentence = re.sub(
         rf"(?i)^\s*(?:{_LEAD_IN}+|answer(?=\s*[$\\]))|\s+is\s+{_THE_ANSWER}\.?$", "", sentence
     )
-    if not (claim := _CLAIM.match(_TEXT_GROUP.sub(r"\1", sentence))):
+    claim = _CLAIM.match(_TEXT_GROUP.sub(r"\1", sentence))
+    if not claim:
         return sentence
-    return claim["value"] or f"{claim['number']} {_SAYS_NOTHING.sub('', claim['noun'])}"
+    return claim["value"] or f"{claim['number'].strip('$')} {_SAYS_NOTHING.sub('', claim['noun'])}"
 
 
 def _boxes(text: str) -> list[tuple[int, int, int]]:

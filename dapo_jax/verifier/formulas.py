@@ -8,6 +8,7 @@ r"""Reads formulas as sympy's expressions, and compares them. Only workers impor
 What has two readings, as 1/2x, is not read.
 """
 
+import functools
 import random
 import re
 from collections.abc import Iterator, Sequence
@@ -123,16 +124,21 @@ class Formula:
         value, is_divided = self.factor(), False
         while True:
             around = [it.text for it in self.found[self.place - 1 : self.place + 2]]
-            if around[1] == r"\times" and all(map(_is_vector, around[::2])):
-                self.take()
-                value = self.symbol(f"{value} x {self.factor()}")
-            elif self.at("*", r"\cdot", r"\times"):
+            if self.at(r"\times"):
+                right = self.sign() * self.factor()
+                sides = value, right
+                is_cross = any(map(_has_arrow, sides)) or all(str(it).isupper() for it in sides)
+                is_cross &= not any(it.is_number for it in sides)
+                value = self.symbol(f"{value} x {right}") if is_cross else value * right
+            elif self.at("*", r"\cdot"):
                 value *= self.sign() * self.factor()
             elif self.at("/"):
                 value, is_divided = value / self.factor(), True
             elif self.at(r"\bmod"):
                 value = self.call("mod", value, self.factor())
             elif self.goes_on() and not is_divided:
+                if around[0] == "0":
+                    raise UnreadableError  # 0xFF is no product
                 value *= self.factor()
             else:
                 return value
@@ -162,6 +168,10 @@ class Formula:
         """Reads an exponent: a power, or a mark such as the T of a transpose."""
         if self.at(r"\top", "*", r"\dagger") or (str(value).isupper() and self.at("T")):
             return self.symbol(f"{value}^{self.found[self.place - 1].text.replace('top', 'T')}")
+        marks = [it.text for it in self.found[self.place :][:5]]
+        if marks[:2] == ["{", "("] and marks[3:] == [")", "}"]:  # y^{(4)} is a derivative
+            self.place += 5
+            return self.symbol(f"{value}^({marks[2]})")
         exponent = self.sign() * self.argument()
         if exponent == -1 and str(value) in _OF_ANYTHING and self.next.text == "(":
             raise UnreadableError  # an inverse function
@@ -250,7 +260,8 @@ class Formula:
             return sympy.log(*values) / self.log
         is_symbol = name in (*_SYMMETRIC, "mod") and not all(it.is_number for it in values)
         if _APPLIED[name] and not is_symbol:
-            return _APPLIED[name](*values)
+            pairwise = name in ("gcd", "lcm")  # sympy's third argument is no number
+            return functools.reduce(_APPLIED[name], values) if pairwise else _APPLIED[name](*values)
         return sympy.Symbol(f"{name}{values if name == 'mod' else sorted(map(str, values))}")
 
     def series(self, kind: str):
@@ -273,7 +284,7 @@ class Formula:
         self.bound -= {name}
         variable = sympy.Symbol(name)
         if kind == "lim":
-            return sympy.limit(term, variable, low)
+            return sympy.limit(term, variable, low, "+-")
         high = self.part(scripts["^"])
         if kind != "int" and high.is_Integer and low.is_Integer and high - low > MAX_TERMS:
             raise TooLargeError
@@ -287,8 +298,8 @@ def _letter_by_letter(found: Sequence[Token]) -> Iterator[Token]:
         yield from [token] if is_name else (token._replace(text=it) for it in token.text)
 
 
-def _is_vector(text: str) -> bool:
-    return text.isupper() or text in ("}", r"\vec")
+def _has_arrow(value) -> bool:
+    return bool(re.search(r"\\(?:vec|hat)", str(value)))
 
 
 def power(base, exponent):
@@ -370,7 +381,9 @@ def _values(a, b) -> list[list]:
         real = [it for it in points if _is_real(both, it)]
         points = real if len(real) >= ENOUGH else points
     if both.has(sympy.floor, sympy.ceiling):
-        points.append({letter: sympy.Integer(3 + i) for i, letter in enumerate(letters)})
+        # At whole numbers, powers of two among them, and between them.
+        for first in (1, 2, 3, 4, 8, 9, sympy.Rational(7, 2)):
+            points.append({letter: first + i for i, letter in enumerate(letters)})
     digits = 30 if both.has(sympy.Sum, sympy.Product, sympy.Integral) else DIGITS  # those are slow
     return [[it.subs(point).evalf(digits) for it in both] for point in points]
 

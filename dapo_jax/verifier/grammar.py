@@ -53,7 +53,7 @@ def read(text: str) -> Tree:
     found = tokens(text)
     try:
         return _answer(found)
-    except RecursionError:
+    except Exception:  # an odd answer must not end a run
         return _text(found)
 
 
@@ -168,7 +168,10 @@ def _item(found: Sequence[Token]) -> Tree:
         return _text(found)
     if {*relations} == {"="}:
         if sides[0][0] == sides[-1][0] == "tuple" and len(sides[0]) == len(sides[-1]):
-            return _map([joined(it) for it in split(parts[0][1:-1], ",")[0]], sides[-1][1:])
+            names = [joined(it) for it in split(parts[0][1:-1], ",;")[0]]
+            if len(names) == len(sides[-1]) - 1:
+                return _map(names, sides[-1][1:])
+            return _text(found)
         names = [joined(it) for it in parts[:-1]]
         if len(names) > 1 and all(len(it) == 1 and it.islower() for it in names):  # x = y = 2
             return _map(names, sides[-1:] * len(names))
@@ -210,7 +213,7 @@ def _bracketed(found: Sequence[Token]) -> Tree | None:
     """Reads what is in one pair of brackets; None for anything else."""
     end = closing(found, 0)
     brackets, inner = f"{found[0].text}{found[min(end, len(found) - 1)].text}", found[1:end]
-    if found[0].text == r"\begin" and end == len(found) - 4:
+    if found[0].text == r"\begin" and 4 < end == len(found) - 4:
         name, rows = inner[1].text, split(inner[3:], ["\\\\"])[0]
         cells = (("tuple", *map(_side, split(row, "&")[0])) for row in rows if row)
         return ("matrix", *cells) if name in ("pmatrix", "bmatrix", "matrix") else None
@@ -238,7 +241,7 @@ def _bracketed(found: Sequence[Token]) -> Tree | None:
 def _literal(text: str) -> Fraction:
     """Reads one token: 1,000.5, .5e-3, 0.1\\overline{6}."""
     whole, digits, again, power = _LITERAL.fullmatch(re.sub("[ ,]", "", text)).groups()
-    value = Fraction(int(f"{whole}{digits}"), 10 ** len(digits))
+    value = Fraction(int(f"0{whole}{digits}"), 10 ** len(digits))
     if again:
         value += Fraction(int(again), 10 ** len(digits) * (10 ** len(again) - 1))
     return value * Fraction(10) ** int(power or 0)
@@ -278,11 +281,21 @@ def _measures(found: Sequence[Token]) -> Tree | None:
                 break
         else:
             return None
-        texts = {it.text.removeprefix("\\") for it in found[begin:middle]}
+        inner = found[begin:middle]
+        texts = {it.text.removeprefix("\\") for it in inner}
+        if _SHAPE.fullmatch(joined(inner)):  # 5-10 years
+            return _text(found)
+        behind = found[middle] if middle < len(found) else Token("end", "")
+        is_letter = behind.kind == "letters" and len(behind.text) == 1 and not behind.styled
+        if is_letter and number(inner) is None:  # r^2 h is no measure in hours
+            return None
         is_angle = unit == "°" and texts & FUNCTIONS  # of a function: \sin 30°
         # In this order: one of 300 signs would be read again for each.
-        if is_angle or texts & SIGNS or (value := _side(found[begin:middle]))[0] not in _VALUES:
+        has_sign = any(it.text in SIGNS for it in inner)
+        if is_angle or has_sign or (value := _side(inner))[0] not in _VALUES:
             return None
+        if value[0] == "formula" and r"\times" in value[1]:  # 3 ft x 4 ft
+            return _text(found)
         measures.append(("measure", value, unit) if unit else value)
         place = end
     return ("list", *measures) if len(measures) > 1 else measures[0]

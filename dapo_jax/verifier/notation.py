@@ -97,6 +97,8 @@ def tokens(text: str) -> list[Token]:
     """Lists what a text says, without marks around it; nothing of one that is too long."""
     text = text.translate(_TRANSLATED)
     text = text if len(text) <= MAX_CHARS else ""
+    if text.replace(r"\$", "").count("$") == 1:  # a currency's, where no other ends a formula
+        text = re.sub(r"(?<!\\)\$(?=\d)", r"\\$", text)
     if r"\begin" not in text:  # some data is escaped twice
         text = text.replace("\\\\", "\\")
     for pattern, new in () if text.strip().isdecimal() else _REWRITTEN:  # most are integers
