@@ -158,7 +158,13 @@ CUSTOM = {"policy_loss": POLICY_LOSSES, "advantage_scale": ADVANTAGES}
 def advantages(reward_PG: np.ndarray, kept: np.ndarray, length_PG, *, scale: str) -> np.ndarray:
     """Computes the kept groups' advantages by algo.advantage_scale; other groups' are 0."""
     advantage_PG, of_groups = np.zeros_like(reward_PG), chosen("advantage_scale", scale)
-    advantage_PG[kept] = of_groups(reward_PG[kept], length_PG[kept])
+    found = np.asarray(of_groups(reward_PG[kept], length_PG[kept]))
+    if found.shape != reward_PG[kept].shape:
+        raise ValueError(
+            f"algo.advantage_scale = {scale!r} gives an array {list(found.shape)}: there has to be "
+            f"an advantage for each reward, {list(reward_PG[kept].shape)}"
+        )
+    advantage_PG[kept] = found
     return advantage_PG
 
 

@@ -270,7 +270,9 @@ def main(_):
     config, workdir = given.config, pathlib.Path(given.workdir)
     hosts.start(several=given.distributed, cpu_devices=config.mesh.cpu_devices)
     text = given.start
-    parent = None if text is None else hosts.on_main(lambda: fingerprint.Parent.parse(text))
+    parent = (
+        None if text is None else hosts.on_main(lambda: fingerprint.Parent.parse(text, workdir))
+    )
     if given.dry_run:
         return dry_run.dry_run(config, workdir, parent)
     return train(config, workdir, parent, given.profile)

@@ -97,6 +97,9 @@ def test_the_best_step_is_named_by_the_evaluations_of_one_kind(tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(content))
         if name:
             assert Parent.parse(f"run:{tmp_path}@best") == Parent(tmp_path, 4)
+            (fork := tmp_path / "fork").mkdir()  # it began when another step was the best
+            (fork / "starts.jsonl").write_text(json.dumps({"origin": f"run:{tmp_path}@2"}))
+            assert Parent.parse(f"run:{tmp_path}@best", fork) == Parent(tmp_path, 2)
     with pytest.raises(ValueError, match=r"best = ''; give the number"):
         Parent.parse(f"run:{tmp_path}@best")
 

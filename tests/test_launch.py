@@ -111,6 +111,7 @@ def test_dry_run_of_iam_grants_little(tmp_path, secret):
     [
         *(("PROJECT", ""), ("BUCKET", "gs://my-bucket"), ("SLICES", "0"), ("ZONE", "us-east5")),
         *(("RUN", "'a run'"), ("TOPOLOGY", "4x8"), ("SPOT", "yes")),
+        *(("BABYSIT_KEEP_S", "10m"), ("HF_TOKEN_SECRET", "hf_abc")),
     ],
 )
 def test_a_missing_or_wrong_setting_is_refused_by_name(tmp_path, name, value):
@@ -211,6 +212,8 @@ def test_staged_data_is_what_the_run_reads(tmp_path):
     [
         ("(a/test.jsonl aime=b/test.jsonl)", "()", "two files named test.jsonl"),
         ("(a.jsonl)", "(--config.data.train.path=data/b.jsonl)", "EXTRA sets data.train.path"),
+        ("(a.jsonl)", "(--config.data.train.path b.jsonl)", "EXTRA sets data.train.path"),
+        ("(sums=a.jsonl)", "(--config.eval.every_steps=0)", "EXTRA has no evaluations"),
         ("(gs://bucket/a.jsonl)", "()", "EXTRA=(--config.data.train.path=gs://bucket/a.jsonl)"),
     ],
 )

@@ -135,7 +135,7 @@ def test_by_the_learners_old_logprobs_a_token_weighs_learner_over_sampler():
     np.testing.assert_allclose(other_T, -1.1 * np.exp([0.5, 0.5, 1]) * [1, -2, 1], rtol=1e-5)
 
 
-def test_each_advantage_scale_by_hand():
+def test_each_advantage_scale_by_hand(monkeypatch):
     """The first group is not among those that a step trains on."""
     reward_PG = np.array([[9, 0, 0, 0], [1, -1, -1, -1], [1, 1, 1, -1]], np.float32)
     length_PG, kept = np.array([[7, 7, 7, 7], [1, 1, 1, 1], [1, 1, 1, 5]]), np.array([1, 2])
@@ -148,6 +148,9 @@ def test_each_advantage_scale_by_hand():
         "none": centred,
     }
     assert by_hand.keys() == losses.ADVANTAGES.keys()
+    monkeypatch.setitem(losses.ADVANTAGES, "of groups", lambda reward_PG, _: reward_PG.mean(axis=1))
+    with pytest.raises(ValueError, match=r"scale = 'of groups' gives an array \[2\]: .* \[2, 4\]"):
+        losses.advantages(reward_PG, kept, length_PG, scale="of groups")
     for name, expected in by_hand.items():
         advantage_PG = losses.advantages(reward_PG, kept, length_PG, scale=name)
         assert advantage_PG.dtype == np.float32

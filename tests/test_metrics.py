@@ -183,9 +183,15 @@ def test_a_metric_from_outside_is_in_the_file_the_curves_and_the_tables(tmp_path
     found = dict(zip(heads, cells, strict=True))
     assert (found["reward spread"], found["own ratio"]) == ("1", "1.5")
     monkeypatch.setattr("rloo.loss", len, raising=False)
-    for name, refusal in (("rloo", "cannot be imported"), ("rloo:loss", "a metric is called loss")):
+    monkeypatch.setattr("rloo.number", 1, raising=False)
+    for names, refusal in (
+        (["rloo"], "cannot be imported"),
+        (["rloo:loss"], "another metric is called loss"),
+        (["rloo:reward_spread"] * 2, "another metric is called reward_spread"),
+        (["rloo:number"], "no function or class"),
+    ):
         with pytest.raises(ValueError, match=refusal):
-            metrics.own_metrics([name])
+            metrics.own_metrics(names)
 
 
 def test_a_metric_that_is_no_number_is_refused_by_name(monkeypatch):

@@ -89,6 +89,9 @@ def test_of_a_gpus_memory_jax_takes_a_share(monkeypatch, share, gib):
         monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", share)
     assert chip_of("h100:8").hbm_bytes == pytest.approx(gib * GIB)
     assert chip_of("v5e:2x2").hbm_bytes == 15.75 * GIB
+    for count in ("h100", "h100:", "h100:0", "h100:8x1"):
+        with pytest.raises(ValueError, match="number of GPUs, as in h100:8"):
+            chip_of(count)
 
 
 @needs_compiler

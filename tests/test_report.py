@@ -67,6 +67,9 @@ def test_load_run_reads_evaluations_in_order_of_steps(tmp_path):
     assert len(run.rows) == run.finished_steps == 40
     assert run.evaluations == {SCORE: pytest.approx({0: 0.1, 40: 0.5})}
     assert list(run.evaluations[SCORE]) == [0, 40]
+    beyond = (tmp_path / "run" / "eval" / "40.json").read_text().replace("40", "48")
+    (tmp_path / "run" / "eval" / "48.json").write_text(beyond)  # of before the run was cut back
+    assert load_run(tmp_path / "run").evaluations == run.evaluations
     assert run.config == {"algo.eps_high": 0.28, "algo.eps_low": 0.2, "seed": 0, "sets": {}}
     (tmp_path / "run" / "eval" / "0.json").write_text('{"step": 0, ')
     with pytest.raises(ValueError, match=r"0\.json is not JSON"):

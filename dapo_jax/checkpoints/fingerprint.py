@@ -47,13 +47,19 @@ class Parent:
     step: int
 
     @classmethod
-    def parse(cls, text: str) -> "Parent":
-        """Reads run:DIR@STEP, or run:DIR@best; ValueError for anything else."""
+    def parse(cls, text: str, fork: pathlib.Path | None = None) -> "Parent":
+        """Reads run:DIR@STEP, or run:DIR@best; ValueError for anything else.
+
+        fork: the workdir, where a fork that has begun keeps the step that was best then.
+        """
         kind, _, place = text.partition(":")
         folder, _, step = place.rpartition("@")
         if kind != "run" or not folder or not (step.isdecimal() or step == BEST):
             raise ValueError(f"--start is {text!r}, but must be run:DIR@STEP, a run's checkpoint")
         workdir = pathlib.Path(folder).resolve()
+        begun = _origin(fork) if fork and step == BEST else None
+        if begun and begun.startswith(f"run:{workdir}@"):
+            return cls.parse(begun)
         if step == BEST:
             of = current(read_json(workdir / "config.json")).checkpoint
             step = best_step(workdir, of.directory or workdir / "checkpoints", of.best)
@@ -239,12 +245,16 @@ def _plain(value) -> object:
     return type(value).__name__ if type(value).__repr__ is object.__repr__ else repr(value)
 
 
+def _origin(workdir: pathlib.Path) -> str | None:
+    starts = read_starts(workdir / STARTS)
+    return starts[-1].get("origin") if starts else None
+
+
 def parent_of(workdir: pathlib.Path, given: Parent | None) -> Parent | None:
     """Returns what the run in `workdir` began from, else `given`; ValueError where they differ."""
     if not any((workdir / name).exists() for name in ("config.json", "metrics.jsonl")):
         return given
-    starts = read_starts(workdir / STARTS)
-    begun = starts[-1].get("origin") if starts else None
+    begun = _origin(workdir)
     if given and str(given) != begun:
         began = f"with {begun}" if begun else "without a --start"
         raise ValueError(

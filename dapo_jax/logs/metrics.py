@@ -303,8 +303,9 @@ def mean_measures(responses: Sequence[Response]) -> dict[str, float]:
 def own_metrics(names: Sequence[str]) -> dict[str, Callable[[Step], Any]]:
     """Imports what log.metrics names, by the functions' names; ValueError for what is none."""
     own = {it.rpartition(":")[2]: imported(f"log.metrics has {it!r}", it) for it in names}
-    if taken := ", ".join(own.keys() & {metric.key for metric in METRICS}):
-        raise ValueError(f"log.metrics: a metric is called {taken}; rename your function")
+    keys = [it.rpartition(":")[2] for it in names] + [metric.key for metric in METRICS]
+    if taken := next((name for name in own if keys.count(name) > 1), None):
+        raise ValueError(f"log.metrics: another metric is called {taken}; rename your function")
     return own
 
 

@@ -6,6 +6,7 @@ November 2026.
 
 import dataclasses
 import os
+import re
 
 GIB = 2**30
 
@@ -55,8 +56,10 @@ def chip_of(topology: str) -> Chip:
 
     Raises ValueError for an unknown one.
     """
-    name = topology.partition(":")[0]
+    name, _, count = topology.partition(":")
     if name not in CHIPS:
         raise ValueError(f"--topology={topology}: there are {', '.join(CHIPS)}, as in v5p:8x8x4")
+    if CHIPS[name].gpu and not re.fullmatch("[1-9][0-9]*", count):
+        raise ValueError(f"--topology={topology}: give the number of GPUs, as in {name}:8")
     share = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or 0.75 if CHIPS[name].gpu else 1
     return dataclasses.replace(CHIPS[name], hbm_bytes=float(share) * CHIPS[name].hbm_bytes)

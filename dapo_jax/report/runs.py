@@ -58,7 +58,8 @@ def load_run(workdir: str | pathlib.Path, *, arm: str = "") -> Run:
         raise ValueError(f"{path} has no rows yet: the run in {workdir} has not finished a step")
     config = flatten(read_json(config_path)) if config_path.is_file() else {}
     starts = read_starts(workdir / "starts.jsonl")
-    return Run(rows, _read_evaluations(workdir / "eval"), config, starts, arm, workdir)
+    evaluations = _read_evaluations(workdir / "eval", rows[-1]["step"] + 1)
+    return Run(rows, evaluations, config, starts, arm, workdir)
 
 
 def load_sweep(folder: pathlib.Path) -> dict[str, Run]:
@@ -76,9 +77,11 @@ def sweep_label(arm: str, seed: int | None) -> str:
     return f"{arm}/seed_{seed}"
 
 
-def _read_evaluations(folder: pathlib.Path) -> dict[tuple[str, str], dict[int, float]]:
+def _read_evaluations(folder: pathlib.Path, steps: int) -> dict[tuple[str, str], dict[int, float]]:
+    """Reads the scores of policies after at most so many steps: a run may have been cut back."""
     curves: dict[tuple[str, str], dict[int, float]] = {}
-    for result in sorted(map(read_json, folder.glob("[0-9]*.json")), key=lambda it: it["step"]):
+    results = (it for it in map(read_json, folder.glob("[0-9]*.json")) if it["step"] <= steps)
+    for result in sorted(results, key=lambda it: it["step"]):
         for name, metrics in result["sets"].items():
             name = f"{name} {result.get('label', '')}".strip()  # only those of `evaluate` have one
             for metric, value in metrics.items():

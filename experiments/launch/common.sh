@@ -58,6 +58,10 @@ load_settings() {
   check SLICES '[1-9][0-9]*' "a number of slices"
   check SPOT '[01]' "0 or 1"
   check CHECK '[01]' "0 or 1"
+  check BABYSIT_KEEP_S '[0-9]+' "a number of seconds"
+  check POLL_SECONDS '[0-9.]+' "a number of seconds"
+  check RERUN_LIMIT '[0-9]+' "a number of starts"
+  [[ $HF_TOKEN_SECRET != hf_* ]] || fail "HF_TOKEN_SECRET begins like a token: give the name of the secret that holds it"
   [[ -z $HF_TOKEN_SECRET ]] || check HF_TOKEN_SECRET '[a-zA-Z0-9_-]+' "the name of a secret of PROJECT"
   ACCELERATOR=${ACCELERATOR/#v5e-/v5litepod-} # gcloud's name for what documents call v5e
 
@@ -107,7 +111,8 @@ read_data() {
     [[ $file != *://* ]] || fail "DATA: $file is no local file; EXTRA=(--config.$key.path=$file) reads it where it is"
     [[ $keys != *" $key "* ]] || fail "DATA: $file is a second file of $key; NAME=FILE is evaluation set NAME's, and a quoted * stands for shards"
     [[ $names != *" $name "* ]] || fail "DATA: there are two files named $name; rename one"
-    [[ " ${EXTRA[*]}" != *" --config.$key.path="* ]] || fail "DATA: $file is for $key, but EXTRA sets $key.path; leave one out"
+    [[ " ${EXTRA[*]}" != *" --config.$key.path"[=\ ]* ]] || fail "DATA: $file is for $key, but EXTRA sets $key.path; leave one out"
+    [[ $key == data.train || " ${EXTRA[*]} " != *" --config.eval.every_steps=0 "* ]] || fail "DATA: $file is for $key, but EXTRA has no evaluations (eval.every_steps)"
     keys+="$key " names+="$name "
     data_files+=("$file")
     data_flags+=("--config.$key.path=$data_url/$name")
@@ -129,6 +134,7 @@ check_config() {
   train+=("${data_here[@]}" "${EXTRA[@]}")
   print_command "${train[@]}"
   ((!DRY_RUN)) || return 0
+  git -C "$root" cat-file -e "$REVISION:${CONFIG%%:*}" || fail "CONFIG=$CONFIG is not in REVISION=$REVISION, which workers get: commit it"
   [[ -x ${train[0]} ]] || fail "there is no ${train[0]} to check the config with; \`make setup\` makes it, CHECK=0 does without"
   if [[ -n $HF_TOKEN_SECRET ]]; then
     token=$(gcloud secrets versions access "$token_version") || fail "HF_TOKEN_SECRET=$HF_TOKEN_SECRET could not be read"
