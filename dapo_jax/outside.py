@@ -19,7 +19,7 @@ def imported(setting: str, name: str, methods: Sequence[str] = ()) -> Any:
             raise  # the module is there, and imports one that is not
         where = "in the working directory or on PYTHONPATH"
         raise ValueError(f"{setting}, which cannot be imported ({where}): {error}") from error
-    if not callable(found):
+    if not methods and not callable(found):
         raise ValueError(f"{setting}, which is no function or class")
     if missing := [method for method in methods if not callable(getattr(found, method, None))]:
         raise ValueError(f"{setting}, which has no method {', '.join(missing)}")
