@@ -133,7 +133,7 @@ def test_an_evaluation_overwrites_neither_trainings_nor_anothers(tmp_path):
         settings, scores = settings_of(config, of_model=True), {"arithmetic": {"mean@8": 0.5}}
         return record.write_own_results(tmp_path, 60, scores, settings)
 
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 59}\n')
     trainings = {"step": 60, "sets": {"arithmetic": {"mean@8": 0.25}}}
     record.files.write_json(tmp_path / "eval" / "60.json", trainings)
     (one,), (other,) = evaluated(), evaluated(**{"eval.max_prompts": 16})
