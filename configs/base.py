@@ -435,17 +435,17 @@ def without_effect(config: ConfigDict, names: Iterable[str] | None = None) -> di
 
     names: None: those whose values are not the default.
     """
-    values, found = dict(leaves(config)), {}
+    values, unread = dict(leaves(config)), {}
     changed = (name for name, value in values.items() if value != key_of(name).default)
     for name in changed if names is None else names:
         if not (declared := key_of(name)) or not declared.only:
             continue
         other, *reading = declared.only
-        theirs = [it for key, it in values.items() if f".{key}".endswith(f".{other}")]
-        if not any(it in reading or ":" in str(it) if reading else it for it in theirs):
+        settings = [it for key, it in values.items() if f".{key}".endswith(f".{other}")]
+        if not any(it in reading or ":" in str(it) if reading else it for it in settings):
             what = f" = {' or '.join(filter(None, reading))}" if reading else ""
-            found[name] = f"{name} = {values[name]!r} has no effect without {other}{what}"
-    return found
+            unread[name] = f"{name} = {values[name]!r} has no effect without {other}{what}"
+    return unread
 
 
 def mixture_settings(config: ConfigDict) -> dict[str, dict]:

@@ -158,13 +158,13 @@ CUSTOM = {"policy_loss": POLICY_LOSSES, "advantage_scale": ADVANTAGES}
 def advantages(reward_PG: np.ndarray, kept: np.ndarray, length_PG, *, scale: str) -> np.ndarray:
     """Computes the kept groups' advantages by algo.advantage_scale; other groups' are 0."""
     advantage_PG, of_groups = np.zeros_like(reward_PG), chosen("advantage_scale", scale)
-    found = np.asarray(of_groups(reward_PG[kept], length_PG[kept]))
-    if found.shape != reward_PG[kept].shape:
+    kept_PG = np.asarray(of_groups(reward_PG[kept], length_PG[kept]))
+    if kept_PG.shape != reward_PG[kept].shape:
         raise ValueError(
-            f"algo.advantage_scale = {scale!r} gives an array {list(found.shape)}: there has to be "
-            f"an advantage for each reward, {list(reward_PG[kept].shape)}"
+            f"algo.advantage_scale = {scale!r} gives an array {list(kept_PG.shape)}: there has to "
+            f"be an advantage for each reward, {list(reward_PG[kept].shape)}"
         )
-    advantage_PG[kept] = found
+    advantage_PG[kept] = kept_PG
     return advantage_PG
 
 

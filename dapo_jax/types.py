@@ -63,6 +63,8 @@ class Prompt:
 LEFT_OUT = "left_out"
 GAVE_UP = ("too_large", "timeout", "memory", "crashed", LEFT_OUT)
 REWARDED = "rewarded"  # by an environment that does not say what is right
+# Statuses that need no prediction: an environment looks for no answer.
+UNSEARCHED = ("correct", "wrong", REWARDED, LEFT_OUT)
 
 
 class Verdict(NamedTuple):
@@ -84,8 +86,7 @@ class Verdict(NamedTuple):
     @property
     def has_no_answer(self) -> bool:
         """Returns whether no answer was found; an environment looks for none."""
-        looked = self.status not in ("correct", "wrong", REWARDED, LEFT_OUT)
-        return self.prediction is None and looked
+        return self.prediction is None and self.status not in UNSEARCHED
 
 
 def finite_number(value: Any) -> float:

@@ -488,7 +488,7 @@ def test_a_turn_that_is_cut_has_the_same_judge(dataset, tokenizer):
 
 @pytest.mark.parametrize("judge", ["reward", "correct", "get_reward"])
 def test_one_word_on_the_result_makes_the_class_the_judge(judge, dataset, tokenizer):
-    """Of the class, or of the object that `reset` gives it to."""
+    """Tools are those of the class, or of the object that `reset` gives them to."""
     word, score = {"reward": (0.25, 0.25), "correct": (True, 1.0)}.get(judge, (lambda: 0.25, 0.25))
 
     class Object(Twice):

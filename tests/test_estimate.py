@@ -39,7 +39,7 @@ def test_flop_and_bytes_of_a_tiny_model(tied):
 
 
 def test_what_a_nodes_links_carry():
-    """Of 4 devices two share a copy of the weights, so halves go to the other one.
+    """Two of 4 devices share a copy of the weights, so halves go to the other one.
 
     Weights are gathered twice as 2 bytes, and gradients scattered as 4, by each micro-batch; a
     token's 4 numbers in two layers cross 11 times in an update, and 2 times there and back in
@@ -71,7 +71,7 @@ def test_the_state_of_a_run_is_that_of_the_papers():
 
 
 def test_groups_that_are_all_right_take_less_to_sample_and_are_not_trained_on():
-    """Of 128 groups half is sampled only; all right, they have 0.54 of the tokens."""
+    """Half of 128 groups is sampled only; all right, they have 0.54 of the tokens."""
     config = qwen2_5_0_5b.get_config()
     sizes = {"num_prompts": 64, "group_size": 4, "max_response_tokens": 256, "cache_mib": 192}
     config.rollout.update(sizes)

@@ -49,7 +49,7 @@ def sized(width, mlp, layers, heads, kv_heads, **more):
 
 
 class Ids(NamedTuple):
-    """How many ids are before the added ones, those with a role, the last; end, template, class."""
+    """Counts the ids before the added ones, those with a role, the last; end, template, class."""
 
     base: int
     named: dict

@@ -302,11 +302,11 @@ def mean_measures(responses: Sequence[Response]) -> dict[str, float]:
 
 def own_metrics(names: Sequence[str]) -> dict[str, Callable[[Step], Any]]:
     """Imports what log.metrics names, by the functions' names; ValueError for what is none."""
-    own = {it.rpartition(":")[2]: imported(f"log.metrics has {it!r}", it) for it in names}
-    keys = [it.rpartition(":")[2] for it in names] + [metric.key for metric in METRICS]
-    if taken := next((name for name in own if keys.count(name) > 1), None):
+    own = [name.rpartition(":")[2] for name in names]
+    keys = [*own, *(metric.key for metric in METRICS)]
+    if taken := next((key for key in own if keys.count(key) > 1), None):
         raise ValueError(f"log.metrics: another metric is called {taken}; rename your function")
-    return own
+    return {k: imported(f"log.metrics has {it!r}", it) for k, it in zip(own, names, strict=True)}
 
 
 def step_row(step: Step) -> dict[str, float]:

@@ -14,7 +14,7 @@ from dapo_jax.printable import conversation, shortened
 from dapo_jax.report import compare, plots
 from dapo_jax.report.runs import Run, summary_lines
 from dapo_jax.tasks.templates import problem_of
-from dapo_jax.types import LEFT_OUT, REWARDED
+from dapo_jax.types import UNSEARCHED
 
 SAMPLES = 8  # of a step, each to another problem
 SHOWN_CHARS = 1_500  # of a problem and of a response
@@ -54,7 +54,7 @@ def samples(runs: Mapping[str, Run]) -> list[list[str]]:
 def outcome(row: Mapping) -> str:
     """Says what a response was graded as; an environment looks for no answer in it."""
     grade = "right" if row["correct"] else "truncated" if row["truncated"] else "wrong"
-    if row["prediction"] is None and row.get("status") in ("correct", "wrong", REWARDED, LEFT_OUT):
+    if row["prediction"] is None and row.get("status") in UNSEARCHED:
         return grade
     return f"{grade}: {row['prediction']}, answer {row['ground_truth']}"
 
