@@ -17,6 +17,7 @@ from models.transformer import logits
 from sharding import rules
 
 CHUNK_TOKENS = 512
+SUM_BLOCK = 128  # tokens of the vocabulary
 
 
 def sampling_logits(logits_BV, *, temperature, vocab_size, first_id):
@@ -28,6 +29,21 @@ def sampling_logits(logits_BV, *, temperature, vocab_size, first_id):
     logits_BV = logits_BV / temperature
     id_V = first_id + jnp.arange(logits_BV.shape[-1])
     return jnp.where(id_V < vocab_size, logits_BV, MASKED)
+
+
+def block_sums(weight_RV):
+    """Adds up the blocks of SUM_BLOCK tokens of each row, [R, N].
+
+    The sampler and the learner add up a distribution by this function and `total`, in one order.
+    """
+    R, V = weight_RV.shape
+    weight_RV = jnp.pad(weight_RV, ((0, 0), (0, -V % SUM_BLOCK)))
+    return jnp.sum(weight_RV.reshape(R, -1, SUM_BLOCK), axis=-1)
+
+
+def total(weight_RN):
+    """Adds up each row, in one order: of a sum of sums XLA would make another one."""
+    return jnp.cumsum(weight_RN, axis=-1)[:, -1]
 
 
 class Softmax(NamedTuple):
@@ -169,13 +185,16 @@ class _Chosen:
         self._exp_CV = jnp.exp(logits_CV)
         self._logits_CV, self._temperature = logits_CV, temperature
 
-        def total(terms_CV):
+        def whole(terms_CV):
             return over(jax.lax.psum, jnp.sum(terms_CV, axis=1))
 
-        self._sum_C = total(self._exp_CV)
-        target_logit_C = total(jnp.where(self._is_target_CV, logits_CV, 0.0))
+        sum_CN = block_sums(self._exp_CV)
+        if mesh.shape["model"] > 1:
+            sum_CN = jax.lax.all_gather(sum_CN, "model", axis=1, tiled=True)
+        self._sum_C = total(sum_CN)
+        target_logit_C = whole(jnp.where(self._is_target_CV, logits_CV, 0.0))
         self.logp_C = target_logit_C - jnp.log(self._sum_C)
-        self.entropy_C = jnp.log(self._sum_C) - total(self._exp_CV * logits_CV) / self._sum_C
+        self.entropy_C = jnp.log(self._sum_C) - whole(self._exp_CV * logits_CV) / self._sum_C
 
     def d_logits_CV(self, d_logp_C):
         """Computes the gradient of the model's logits: log pi(target) has [v = target] - pi(v)."""

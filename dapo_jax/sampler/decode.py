@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from dapo_jax.logprobs import sampling_logits
 from dapo_jax.sampler import sampling
 from dapo_jax.sampler.cache import NULL_PAGE, Cache
-from models.kernels import Kernels, xla
+from models.kernels import Kernels, tiles, xla
 from models.parameters import ModelConfig
-from models.transformer import causal_mask, hidden_layer_by_layer, windowed
+from models.transformer import hidden_layer_by_layer
 from sharding import rules
 
 
@@ -36,19 +36,23 @@ class Sampling:
     vocab_size: int
 
 
-def prefill(params, pages, tokens_RT, page_RI, *, config: ModelConfig, axis: str | None):
+def prefill(
+    params,
+    pages,
+    tokens_RT,
+    page_RI,
+    *,
+    config: ModelConfig,
+    kernels: Kernels,
+    axis: str | None,
+):
     """Writes the keys and values of R prompts to `page_RI`, C tokens each: (pages, route_RTLA).
 
     route_RTLA: the experts of each token, None without any. pages: a (k_UKHC, v_UKCH) a layer.
     tokens_RT: prompts from the left, T = I * C; what follows a prompt's end is never read. Pages
     that a prompt does not fill are cache.NULL_PAGE.
     """
-    R, T = tokens_RT.shape
-    mask_RTS = causal_mask(jnp.ones((R, T), jnp.int32))
-
-    def attend(q, k, v, window):
-        return xla.attention(q, k, v, windowed(mask_RTS, window))
-
+    attend = _inside_rows(kernels, jnp.ones_like(tokens_RT), jnp.zeros_like(tokens_RT))
     kept, route_RTLA = _keys_and_values(params, tokens_RT, attend, config=config, axis=axis)
     return _write_rows(pages, kept, page_RI), route_RTLA
 
@@ -74,17 +78,23 @@ def recompute(
     token is, the first whose keys and values lie in the response's pages.
     """
     T = tokens_RT.shape[1]
-    segment_RT = (jnp.arange(T) < tokens_R[:, None]).astype(jnp.int32)
-
-    def attend(q, k, v, window):
-        position_RT = jnp.broadcast_to(jnp.arange(T), segment_RT.shape)
-        rows = segment_RT, jnp.zeros_like(segment_RT), position_RT
-        return kernels.attend_rows(q, k, v, *rows, window)
-
+    is_there_RT = jnp.arange(T) < tokens_R[:, None]
+    is_response_RT = is_there_RT & (jnp.arange(T) >= begin_R[:, None])
+    attend = _inside_rows(kernels, is_there_RT, is_response_RT)
     kept, _ = _keys_and_values(params, tokens_RT, attend, config=config, axis=axis)
     index_RT11 = jnp.minimum(begin_R[:, None] + jnp.arange(T), T - 1)[..., None, None]
     kept = [[jnp.take_along_axis(a, index_RT11, axis=1) for a in layer] for layer in kept]
     return _write_rows(pages, kept, page_RI), None
+
+
+def _inside_rows(kernels: Kernels, segment_RT, branch_RT):
+    rows_RT = [jnp.asarray(a, jnp.int32) for a in (segment_RT, branch_RT)]
+    position_RT = jnp.broadcast_to(jnp.arange(segment_RT.shape[1]), segment_RT.shape)
+
+    def attend(q, k, v, window):
+        return kernels.attend_rows(q, k, v, *rows_RT, position_RT, window)
+
+    return attend
 
 
 def _keys_and_values(params, tokens_RT, attend, *, config: ModelConfig, axis: str | None):
@@ -165,7 +175,9 @@ def decode_block(
     key_B = sampling.request_keys(run_key_B, row["cursor"], row["sample"])
     uniform_SB = jax.vmap(lambda i: sampling.uniform_at(key_B, sampled_B + i))(jnp.arange(S))
     windows = [kind.window for kind in config.kinds]
+    opened = 0  # tokens before the block, in the page that a slot fills
     if kernels.attend_pages is None:
+        opened = cache.page_tokens
         attend_slots = _by_pieces(
             prompt_pages, pages, table, page_P, readers=cache.readers, windows=windows
         )
@@ -183,8 +195,8 @@ def decode_block(
             k_BKHS, v_BKSH = block_kv[layer]
             put = jax.lax.dynamic_update_slice_in_dim
             block = (
-                put(k_BKHS, k_B1KH.transpose(0, 2, 3, 1), i, axis=3),
-                put(v_BKSH, v_B1KH.swapaxes(1, 2), i, axis=2),
+                put(k_BKHS, k_B1KH.transpose(0, 2, 3, 1), opened + i, axis=3),
+                put(v_BKSH, v_B1KH.swapaxes(1, 2), opened + i, axis=2),
             )
             out_BNH = attend_slots(q_B1NH[:, 0], block, jnp.full(B, i + 1), layer=layer)
             return out_BNH[:, None], block
@@ -228,17 +240,22 @@ def decode_block(
         ended_B = is_stop_B | (sampled_B + i + 1 >= row["limit"])
         return i + 1, active_B & ~ended_B, token_B, new_kv, token_SB, logp_SB, route_SBLA
 
-    dtype = pages[0][1].dtype
+    if opened:
+        block_kv = [xla.open_pages(pool, page_B, block_tokens=S) for pool in pages]
+    else:
+        empty = (B, K, H, S), (B, K, S, H)
+        block_kv = [tuple(jnp.zeros(shape, pages[0][1].dtype) for shape in empty) for _ in pages]
     carry = (
         jnp.int32(0),
         row["active"] > 0,
         row["token"],
-        [(jnp.zeros((B, K, H, S), dtype), jnp.zeros((B, K, S, H), dtype)) for _ in pages],
+        block_kv,
         jnp.zeros((S, B), jnp.int32),
         jnp.zeros((S, B), jnp.float32),
         jnp.zeros((S, B, *config.routes), jnp.uint8) if config.routes else None,
     )
     *_, block_kv, token_SB, logp_SB, route_SBLA = jax.lax.while_loop(unfinished, step, carry)
+    block_kv = [(k_BKHS[..., opened:], v_BKSH[:, :, opened:]) for k_BKHS, v_BKSH in block_kv]
     if kernels.write_pages is None:
         pages = write(pages, block_kv, page_B, offset_B)
     else:
@@ -261,8 +278,9 @@ def _columns(row_BX, cache: Cache) -> dict[str, jax.Array]:
 def _by_pieces(prompt_pages, pages, table: xla.PageTable, page_P, *, readers: int, windows):
     """Attention by plain XLA, page by page: attend(q_BNH, block, live_B, layer=) -> out_BNH.
 
-    block: the keys and values (k_BKHS, v_BKSH) of this block, of which a query sees the first
-    live_B. A layer with a window has those pages apart that its slots see.
+    block: keys and values of the page that a slot fills and of this block (`xla.open_pages`), of
+    which a query sees the first live_B. A layer with a window has those pages apart that its slots
+    see.
     """
     reader_URB, live_U, reader_P1B, live_P, entry_BX = xla.pieces(
         table,
@@ -271,6 +289,8 @@ def _by_pieces(prompt_pages, pages, table: xla.PageTable, page_P, *, readers: in
         pages=len(page_P),
         page_tokens=pages[0][1].shape[2],
     )
+    C = pages[0][1].shape[2]
+    seen_UC, seen_PC = (jnp.arange(C) < live_N[:, None] for live_N in (live_U, live_P))
     whole = len(page_P) == len(pages[0][0])
     closed = pages if whole else [(k_PKHC[page_P], v_PKCH[page_P]) for k_PKHC, v_PKCH in pages]
 
@@ -283,10 +303,10 @@ def _by_pieces(prompt_pages, pages, table: xla.PageTable, page_P, *, readers: in
     def attend(q_BNH, block, live_B, *, layer):
         if layer in near:
             return near[layer](q_BNH, block, live_B)
-        recent = xla.page_attention(q_BNH[:, None], *block, live_B)
-        q_URNH, q_P1NH = xla.of_readers(q_BNH, reader_URB), xla.of_readers(q_BNH, reader_P1B)
-        prompt = xla.page_attention(q_URNH, *prompt_pages[layer], live_U)
-        response = xla.page_attention(q_P1NH, *closed[layer], live_P)
+        q = tiles.scaled(q_BNH, q_BNH.shape[-1])
+        recent = xla.open_attention(q, block, table.response_tokens_B, live_B, page_tokens=C)
+        prompt = xla.page_attention(xla.of_readers(q, reader_URB), *prompt_pages[layer], seen_UC)
+        response = xla.page_attention(xla.of_readers(q, reader_P1B), *closed[layer], seen_PC)
         return xla.combine([prompt, response, recent], entry_BX, dtype=q_BNH.dtype)
 
     return attend

@@ -59,7 +59,7 @@ class Engine:
             out_shardings=jax.tree.map(lambda s: s.sharding, self.pages),
         )
         self._programs: dict[tuple, jax.stages.Compiled] = {}
-        self._kernels = kernels
+        self._kernels = kernels.of_pages(cache.page_tokens)
         self.sizes = decode_sizes(cache, kernel=kernels.attend_pages is not None)
 
     def lower(self, *samplings: Sampling) -> dict[tuple, jax.stages.Lowered]:
@@ -68,10 +68,9 @@ class Engine:
         samplings: of the session's streams, in order.
         """
         lowered, (prompt_pages, pages) = {}, self.pages
-        of_prompts = functools.partial(prefill, config=self.config, axis=self._axis)
-        of_partial = functools.partial(
-            recompute, config=self.config, kernels=self._kernels, axis=self._axis
-        )
+        of_model = {"config": self.config, "kernels": self._kernels, "axis": self._axis}
+        of_prompts = functools.partial(prefill, **of_model)
+        of_partial = functools.partial(recompute, **of_model)
         for name, run, pool, buckets, numbers in (
             ("prefill", of_prompts, prompt_pages, self.cache.prompt_buckets, 0),
             ("recompute", of_partial, pages, self.cache.recompute_buckets, 2),
@@ -180,7 +179,7 @@ class Engine:
         mapped = jax.shard_map(
             run, mesh=self.mesh, in_specs=self._specs(arguments), out_specs=out, check_vma=False
         )
-        options = OPTIONS.get(platform_of(self.mesh), {}) | dict(self._kernels.decode_options)
+        options = OPTIONS.get(platform_of(self.mesh), {})
         if tokens >= self.shards * WIDE_TOKENS:
             options |= self._kernels.wide_options
         jitted = jax.jit(mapped, donate_argnums=donate, compiler_options=options)

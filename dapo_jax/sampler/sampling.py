@@ -6,11 +6,11 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from dapo_jax.logprobs import SUM_BLOCK, block_sums, total
 from models.kernels.xla import MASKED
 
 RANGE_NATS = 32.0  # tokens this far below the best one have no mass that any top-p looks at
 BISECTIONS = 26  # finds the threshold to 5e-7 nats or better
-CDF_BLOCK = 128
 UNIFORM_GRID = 2.0**-23  # uniform numbers are multiples of it
 WHOLE = 2.0**31  # what a row's weights add up to as integers
 FEW_TRUNCATED = 128  # rows that a step looks at, at least, where any is truncated: a TPU's lanes
@@ -145,11 +145,11 @@ def sample_token(logits_RV, uniform_R, *, axis: str | None):
     Chips exchange their block sums and the sampled token's logit, never the logits.
     """
     R, V = logits_RV.shape
-    logits_RV = jnp.pad(logits_RV, ((0, 0), (0, -V % CDF_BLOCK)), constant_values=-jnp.inf)
-    logits_RNC = logits_RV.reshape(R, -1, CDF_BLOCK)
+    logits_RV = jnp.pad(logits_RV, ((0, 0), (0, -V % SUM_BLOCK)), constant_values=-jnp.inf)
+    logits_RNC = logits_RV.reshape(R, -1, SUM_BLOCK)
     max_R = jnp.max(logits_RV, axis=-1)
     max_R = max_R if axis is None else jax.lax.pmax(max_R, axis)
-    sum_RN = jnp.sum(jnp.exp(logits_RNC - max_R[:, None, None]), axis=-1)
+    sum_RN = block_sums(jnp.exp(logits_RV - max_R[:, None]))
     N = sum_RN.shape[1]
     rank = 0 if axis is None else jax.lax.axis_index(axis)
     sum_RN = sum_RN if axis is None else jax.lax.all_gather(sum_RN, axis, axis=1, tiled=True)
@@ -162,7 +162,7 @@ def sample_token(logits_RV, uniform_R, *, axis: str | None):
     logits_RC = jnp.sum(jnp.where(is_picked_RN1, logits_RNC, 0.0), axis=1)
     inner_R, _ = pick(jnp.exp(logits_RC - max_R[:, None]), rest_R)
     logit_R = jnp.take_along_axis(logits_RC, inner_R[:, None], axis=1)[:, 0]
-    token_R = (local_R * CDF_BLOCK + inner_R + rank * V).astype(jnp.int32)
+    token_R = (local_R * SUM_BLOCK + inner_R + rank * V).astype(jnp.int32)
     if axis is not None:
         token_R = jax.lax.psum(jnp.where(here_R, token_R, 0), axis)
         logit_R = jax.lax.psum(jnp.where(here_R, logit_R, 0.0), axis)
@@ -188,8 +188,3 @@ def pick(weight_RN, uniform_R):
     before_R = jnp.where(index_R > 0, before_R, 0)
     rest_R = ((target_R - before_R).astype(jnp.float32) + 0.5) / (after_R - before_R)
     return index_R, rest_R
-
-
-def total(weight_RN):
-    """Adds up each row, in one order: of a sum of sums XLA would make another one."""
-    return jnp.cumsum(weight_RN, axis=-1)[:, -1]

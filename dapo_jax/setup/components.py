@@ -306,6 +306,7 @@ def programs(config: ConfigDict, vocab_size: int, *, devices=None) -> Programs:
     sizes = model_sizes(config)
     mesh = mesh_of(config, devices)
     kernels = kernels_for(config.model.kernels, platform_of(mesh))
+    kernels = kernels.of_pages(config.rollout.page_tokens)
     constants = learning(config, vocab_size, kernels, routes=sizes.routes)
     graph, params = abstract_params(sizes)
     shardings = rules.param_shardings(mesh, param_axes(params), params, rules.LEARNER)

@@ -32,9 +32,9 @@ class Kernels:
     them in a loop; write_pages and copy_pages are `pages_tpu`'s or `xla`'s. page_tokens(tokens,
     head size) rounds a page up to what they take. learn_product and decode_product are einsums with
     a weight matrix. With unrolls_layers the learner unrolls its layers instead of scanning them,
-    where it recomputes nothing. decode_options are the compiler's for the sampler's programs,
-    wide_options further ones for those that run many tokens at once, update_options for the update.
-    platform is the one that can run all this; None: any.
+    where it recomputes nothing. wide_options are the compiler's for the sampler's programs that run
+    many tokens at once, update_options for the update. platform is the one that can run all this;
+    None: any.
     """
 
     attend_rows: Callable
@@ -46,10 +46,17 @@ class Kernels:
     copy_pages: Callable = xla.copy_pages
     page_tokens: Callable[[int, int], int] = lambda C, H: C
     unrolls_layers: bool = False
-    decode_options: Mapping[str, object] = dataclasses.field(default_factory=dict)
     wide_options: Mapping[str, object] = dataclasses.field(default_factory=dict)
     update_options: Mapping[str, object] = dataclasses.field(default_factory=dict)
     platform: str | None = None
+
+    def of_pages(self, page_tokens: int) -> "Kernels":
+        """Has attention in rows add up as that over pages does."""
+        if self.attend_rows is not packed.packed_attention:
+            return self
+        return dataclasses.replace(
+            self, attend_rows=functools.partial(self.attend_rows, tile_tokens=page_tokens)
+        )
 
 
 # Weights and activations are gathered behind products, as MaxText asks for on these chips. Without
@@ -68,7 +75,7 @@ ASYNCHRONOUS = dict.fromkeys(
 
 # For every program on a platform, whatever its kernels. A GPU adds up in any order otherwise: two
 # equal runs differed from their first update on. It takes 2 to 4 % of the time on an H200.
-OPTIONS = {"gpu": {"xla_gpu_deterministic_ops": True}}
+OPTIONS = {"gpu": {"xla_gpu_deterministic_ops": True}, "cpu": cpu.OPTIONS}
 
 
 def _tiles(mib: int) -> dict[str, object]:
@@ -112,7 +119,6 @@ KERNELS = {
         XLA,
         learn_product=cpu.small_side_transposed,
         unrolls_layers=True,  # a loop copies the weights of each layer
-        decode_options=cpu.DECODE_OPTIONS,
         platform="cpu",
     ),
     "gpu": _gpu(interpret=False),

@@ -1,18 +1,22 @@
 """Grouped-query attention in plain XLA: whole sequences, and one new token over a paged cache.
 
 Axis letters beside the model's: B decoding slots, C tokens of a page, U pages of prompts, P pages
-of responses, I and J a slot's pages of either, R readers of a page, E pieces. Cached keys are
-stored transposed, with the tokens last, which measured fastest. Scores and softmax are float32;
-probabilities are cast to the values' dtype before their product.
+of responses, I and J a slot's pages of either, R readers of a page, E pieces, X tokens of an open
+page. Cached keys are stored transposed, with the tokens last, which measured fastest. Scores and
+softmax are float32; probabilities are cast to the values' dtype before their product. A page is a
+tile (`tiles`): what a slot gets has the bits that the learner's rows have.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from models.kernels import tiles
+from models.kernels.tiles import MASKED
+
 ATTENTION = "attention"  # the name of what attention over rows gives, for models.transformer.REMAT
-MASKED = -1e30  # finite: a row with nothing to attend to gives a uniform softmax, never NaN
 
 
 def attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS):
@@ -62,16 +66,16 @@ def pieces(table: PageTable, *, prompt_pages: int, readers: int, pages: int, pag
     Attention is computed page by page, for all readers of a page at once: U = prompt_pages pages of
     R = readers slots, and P = pages of one slot each. Readers are rows of zeros with a one: a
     product with them moves a query to its pages exactly, and measured ten times as fast as a gather
-    on CPU. live: tokens of a page. The pieces of each slot are where entry_BX says, E for none: in
-    the order of `combine` U * R of prompts, P of responses, and one a slot for the block being
-    decoded.
+    on CPU. live: tokens of a page; of a response's those that are full. The pieces of each slot are
+    where entry_BX says, E for none: in the order of `combine` U * R of prompts, P of responses, and
+    one a slot for its open page.
     """
     U, R, P, C = prompt_pages, readers, pages, page_tokens
     B, I = table.prompt_BI.shape
     J = table.response_BJ.shape[1]
     slot_B1 = jnp.arange(B)[:, None]
     live_BI = jnp.clip(table.prompt_tokens_B[:, None] - C * jnp.arange(I), 0, C)
-    live_BJ = jnp.clip(table.response_tokens_B[:, None] - C * jnp.arange(J), 0, C)
+    live_BJ = C * (table.response_tokens_B[:, None] // C > jnp.arange(J))
     # An index past the end is dropped: pages that a slot does not have leave no trace.
     prompt_BI = jnp.where(live_BI > 0, table.prompt_BI, U)
     response_BJ = jnp.where(live_BJ > 0, table.response_BJ, P)
@@ -116,72 +120,85 @@ def window_pages(
     return page_BX, *left, sum(left) + recent_tokens_B - window
 
 
-def page_attention(q_PRNH, k_PKHC, v_PKCH, live_P, first_P=None):
-    """Attends to every page for its R readers: (out, max, sum) of P * R pieces.
+def page_attention(q_PRNH, k_PKHC, v_PKCH, seen_PC) -> tiles.Sums:
+    """Attends to every page for its R readers: P * R pieces, of [K, G] queries each.
 
-    Every page is attended to by itself, so a piece has the same bits whatever is in other pages.
-    first_P: the first of a page's live tokens that is seen; None: all are.
-    out_EKGH, max_EKG, sum_EKG: float32, not yet divided by the sum.
+    q_PRNH: `tiles.scaled`. seen_PC: the keys that count.
     """
     _, R, N, H = q_PRNH.shape
-    P, K, _, C = k_PKHC.shape
+    P, K = k_PKHC.shape[:2]
     G = N // K
     q_PKQH = q_PRNH.reshape(P, R, K, G, H).swapaxes(1, 2).reshape(P, K, R * G, H)
-    score_PKQC = jnp.einsum("PKQH,PKHC->PKQC", q_PKQH, k_PKHC, preferred_element_type=jnp.float32)
-    live_PC = jnp.arange(C) < live_P[:, None]
-    if first_P is not None:
-        live_PC &= jnp.arange(C) >= first_P[:, None]
-    score_PKQC = jnp.where(live_PC[:, None, None], score_PKQC * H**-0.5, MASKED)
-    max_PKQ = jnp.max(score_PKQC, axis=-1)
-    weight_PKQC = jnp.exp(score_PKQC - max_PKQ[..., None])
-    sum_PKQ = jnp.sum(weight_PKQC, axis=-1)
-    out_PKQH = jnp.einsum(
-        "PKQC,PKCH->PKQH",
-        weight_PKQC.astype(v_PKCH.dtype),
-        v_PKCH,
-        preferred_element_type=jnp.float32,
-    )
+    sums = tiles.tile(q_PKQH, k_PKHC, v_PKCH, seen_PC[:, None, None])
 
     def by_piece(a):
         a = a.reshape(P, K, R, G, *a.shape[3:])
         return a.swapaxes(1, 2).reshape(P * R, K, G, *a.shape[4:])
 
-    return by_piece(out_PKQH), by_piece(max_PKQ), by_piece(sum_PKQ)
+    return jax.tree.map(by_piece, sums)
 
 
-def combine(partials, entry_BX, *, dtype):
-    """Combines attention over disjoint sets of keys from what each gave (arXiv 2205.14135, 3.1).
+def combine(parts: Sequence[tiles.Sums], entry_BX, *, dtype):
+    """Adds the pieces of each slot: out_BNH.
 
-    partials: (out_EKGH, max_EKG, sum_EKG) triples, one after the other. entry_BX: the pieces of
-    each slot in the order in which they are added up; E, the number of all, means none.
+    parts: pieces, one after the other. entry_BX: those of each slot in their order; E, the number
+    of all, means none.
     """
-    out_EKGH, max_EKG, sum_EKG = (jnp.concatenate(parts) for parts in zip(*partials, strict=True))
-    E, K, G, H = out_EKGH.shape
-    has_BX11 = (entry_BX < E)[..., None, None]
-    entry_BX = jnp.minimum(entry_BX, E - 1)
-    max_BXKG = jnp.where(has_BX11, max_EKG[entry_BX], MASKED)
-    scale_BXKG = jnp.exp(max_BXKG - jnp.max(max_BXKG, axis=1, keepdims=True))
-    scale_BXKG = jnp.where(has_BX11, scale_BXKG, 0.0)
-    sum_BKG = jnp.sum(scale_BXKG * sum_EKG[entry_BX], axis=1)
-    scale_BXKG = scale_BXKG / sum_BKG[:, None]
-    # One term after the other, from one array: as a sum over X it took a CPU ten times as long.
-    out_EKGH = jax.lax.optimization_barrier(out_EKGH)
-    columns = zip(jnp.unstack(scale_BXKG, axis=1), jnp.unstack(entry_BX, axis=1), strict=True)
-    out_BKGH = sum(scale_BKG[..., None] * out_EKGH[entry_B] for scale_BKG, entry_B in columns)
-    return out_BKGH.reshape(-1, K * G, H).astype(dtype)
+    sums = jax.tree.map(lambda *a: jnp.concatenate(a), *parts)
+    E, K, G = sums.power.shape
+    # From whole arrays: fused with what makes them, a CPU took ten times as long.
+    sums = jax.lax.optimization_barrier(sums)
+    total = tiles.nothing((len(entry_BX), K, G), sums.out.shape[-1])
+    for entry_B in entry_BX.T:
+        has_B = (entry_B < E)[:, None, None]
+        piece = jax.tree.map(lambda a, entry_B=entry_B: a.at[entry_B].get(mode="clip"), sums)
+        added = tiles.add(total, piece)
+        total = tiles.Sums(
+            jnp.where(has_B[..., None], added.out, total.out),
+            *(jnp.where(has_B, new, old) for new, old in zip(added[1:], total[1:], strict=True)),
+        )
+    return tiles.attended(total).reshape(len(entry_BX), K * G, -1).astype(dtype)
+
+
+def open_pages(pool, page_B, *, block_tokens: int):
+    """Takes the page that each slot fills, with room behind for a block: (k_BKHX, v_BKXH).
+
+    X = C + block_tokens.
+    """
+    k_BKHC, v_BKCH = (array_P[page_B] for array_P in pool)
+    whole, room = (0, 0), (0, block_tokens)
+    return jnp.pad(k_BKHC, (whole, whole, whole, room)), jnp.pad(
+        v_BKCH, (whole, whole, room, whole)
+    )
+
+
+def open_attention(q_BNH, page, response_tokens_B, live_B, *, page_tokens: int, window=None):
+    """Attends to the page that each slot fills, and to the first live_B tokens of the block: Sums.
+
+    page: `open_pages`'s. response_tokens_B: those before the block. The query is the last live one.
+    """
+    C, S = page_tokens, page[1].shape[2] - page_tokens
+    offset_B1 = response_tokens_B[:, None] % C
+    index_BX = jnp.concatenate(
+        [jnp.broadcast_to(jnp.arange(C), (len(q_BNH), C)), offset_B1 + jnp.arange(S)], axis=1
+    )
+    live_BX = jnp.arange(C + S) < jnp.where(jnp.arange(C + S) < C, offset_B1, C + live_B[:, None])
+    if window is not None:
+        live_BX &= offset_B1 + live_B[:, None] - 1 - index_BX < window
+    return page_attention(q_BNH[:, None], *page, live_BX)
 
 
 def near_attention(prompt_pool, pool, table: PageTable, *, window: int):
     """Takes the pages of every slot that a window sees, from the first step of a block on.
 
-    Returns attend(q_BNH, block, live_B) -> out_BNH, which sees them and the first live_B tokens of
-    a block.
+    Returns attend(q_BNH, page, live_B) -> out_BNH, which sees them, the page that a slot fills and
+    the first live_B tokens of a block (`open_attention`).
     """
     C = pool[1].shape[2]
-    counts = table.prompt_tokens_B, table.response_tokens_B
+    offset_B = table.response_tokens_B % C
     page_BX, prompt_B, tokens_B, hidden_B = window_pages(
         page_order(table, page_tokens=C),
-        *(*counts, jnp.ones_like(table.prompt_tokens_B)),
+        *(table.prompt_tokens_B, table.response_tokens_B - offset_B, offset_B + 1),
         window=window,
         page_tokens=C,
     )
@@ -199,15 +216,17 @@ def near_attention(prompt_pool, pool, table: PageTable, *, window: int):
         page_BXKHC = jnp.where(of_prompt_BX[..., None, None, None], *pages)
         near_pool.append(page_BXKHC.reshape(-1, *page_BXKHC.shape[2:]))
 
-    def attend(q_BNH, block, live_B):
-        recent = page_attention(q_BNH[:, None], *block, live_B, live_B - window)
-        hidden_B1 = (hidden_B + live_B - 1)[:, None]
-        near = page_attention(
-            jnp.repeat(q_BNH, X, axis=0)[:, None],
-            *near_pool,
-            live_BX.reshape(-1),
-            (hidden_B1 - before_BX).reshape(-1),
+    def attend(q_BNH, page, live_B):
+        q = tiles.scaled(q_BNH, q_BNH.shape[-1])
+        recent = open_attention(
+            q, page, table.response_tokens_B, live_B, page_tokens=C, window=window
         )
+        hidden_B1 = (hidden_B + live_B - 1)[:, None]
+        token_BXC = jnp.arange(C) + jnp.zeros((B, X, 1), jnp.int32)
+        seen_BXC = token_BXC < live_BX[..., None]
+        seen_BXC &= token_BXC >= (hidden_B1 - before_BX)[..., None]
+        q_Z1NH = jnp.repeat(q, X, axis=0)[:, None]
+        near = page_attention(q_Z1NH, *near_pool, seen_BXC.reshape(-1, C))
         slot_B1 = jnp.arange(B)[:, None]
         of_page_BX = jnp.where(live_BX > 0, slot_B1 * X + jnp.arange(X), B * X + B)
         entry_BX = jnp.concatenate([of_page_BX, B * X + slot_B1], axis=1)
