@@ -20,7 +20,7 @@ from dapo_jax.sampler.scheduler import Scheduler
 from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.setup import components
 from dapo_jax.types import Prompt
-from models.kernels import KERNELS
+from models.kernels import KERNELS, OPTIONS
 from models.parameters import param_axes
 from models.qwen2 import Qwen2Config
 from models.qwen3_moe import Qwen3MoeConfig
@@ -96,11 +96,14 @@ def build(
     params,
     *,
     parts=((1, 1),),
-    decode_options=quick.COMPILER_OPTIONS,
+    options=quick.COMPILER_OPTIONS,
     shards=1,
     kernels=KERNELS["cpu"],
 ):
-    """Builds (engine, its parameters) on a device a shard; parts: cache.PARTS, one program."""
+    """Builds (engine, its parameters) on a device a shard; parts: cache.PARTS, one program.
+
+    options: of the compiler, beside those of a training run.
+    """
     mesh = make_mesh(data=shards, model=1, devices=jax.devices()[:shards])
     params = unstack(jax.tree.map(jnp.asarray, params))
     shardings = rules.param_shardings(mesh, param_axes(params), params, rules.SAMPLER)
@@ -108,8 +111,8 @@ def build(
     abstract = jax.tree.map(
         lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=p.sharding), params
     )
-    kernels = dataclasses.replace(kernels, decode_options=decode_options)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(OPTIONS, "cpu", OPTIONS["cpu"] | options)
         patch.setattr(cache_module, "PARTS", parts)
         return Engine(config, mesh, cache, params=abstract, kernels=kernels), params
 

@@ -34,7 +34,6 @@ from dapo_jax.process import hosts
 from dapo_jax.sampler import plan
 from models.hf import load_params
 from models.hf_config import load_config
-from models.kernels import KERNELS
 from models.kernels.xla import attention
 from models.parameters import param_axes
 from models.precision import WHOLE
@@ -151,7 +150,7 @@ def test_a_stack_of_more_experts_than_the_config_has_is_refused(tmp_path):
 def test_neighbours_change_no_bit_and_no_route():
     """Tokens are sorted by expert with all others of a batch, and a tight cache restarts some."""
     params = jax.tree.map(lambda a: a.astype("bfloat16"), random_params(WIDE)[1])
-    how = {"parts": ((1 / 2, 1), (1, 1)), "decode_options": KERNELS["cpu"].decode_options}
+    how = {"parts": ((1 / 2, 1), (1, 1)), "options": {}}
     engine, params = build(WIDE, TIGHT, params, **how)
     together, _ = sample_groups(engine, params, GROUPS[:9])
     for group in GROUPS[:3]:

@@ -18,7 +18,7 @@ from quick import jit
 
 from dapo_jax.preflight.compile import CUDA, LIBTPU
 from models.kernels import KERNELS, flash_gpu, kernels_for, packed, paged_gpu, paged_tpu, splash_tpu
-from models.kernels.xla import PageTable, attention, near_attention, page_order
+from models.kernels.xla import PageTable, attention, near_attention, open_pages, page_order
 from models.precision import Weights
 from models.qwen2 import PRESETS, Qwen2Config
 from models.transformer import REMAT, abstract_params, segment_positions
@@ -297,8 +297,8 @@ def test_a_tpu_visits_the_blocks_with_pairs_of_a_segment(window):
 def test_a_cpu_visits_no_block_of_which_nothing_is_seen(monkeypatch, segment_1T, window, visited):
     monkeypatch.setattr(packed, "BLOCK_TOKENS", 8)
     numbers = segment_1T, segment_1T, positions(segment_1T, segment_1T)
-    pairs = jit(functools.partial(packed._pairs, window=window))
-    assert pairs(*numbers).count_Q.tolist() == visited
+    visits = jit(functools.partial(packed._visits, window=window, tile_tokens=8))
+    assert visits(*numbers).count_Q.tolist() == visited
 
 
 @pytest.mark.parametrize("few", [0, flash_gpu.FEW])
@@ -345,8 +345,14 @@ def near_pages(q_BNH, recent, recent_tokens_B, *given, window):
     place_BX = jnp.minimum(filled_B1 + jnp.arange(page_BX.shape[1]), page_BX.shape[1] - 1)
     response_BX = jnp.take_along_axis(page_BX, place_BX, axis=1)
     table = PageTable(page_BX, response_BX, prompt_tokens_B, tokens_B, None)
-    pools = ([jnp.nan_to_num(a, nan=9.0) for a in pool] for pool in (prompt_pool, pool))
-    return near_attention(*pools, table, window=window)(q_BNH, recent, recent_tokens_B)
+    C, B = pool[1].shape[2], len(q_BNH)
+    prompts, responses = pools = [
+        [jnp.nan_to_num(a, nan=9.0) for a in p] for p in (prompt_pool, pool)
+    ]
+    current_B = response_BX[jnp.arange(B), jnp.minimum(tokens_B // C, response_BX.shape[1] - 1)]
+    opened = open_pages(responses, current_B, block_tokens=0)
+    page = [jnp.concatenate(a, axis=axis) for *a, axis in zip(opened, recent, (3, 2), strict=True)]
+    return near_attention(*pools, table, window=window)(q_BNH, page, recent_tokens_B)
 
 
 PAGES = {  # heads, key heads, head size, tokens of a page, dtype

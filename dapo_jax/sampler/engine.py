@@ -60,6 +60,7 @@ class Engine:
         )
         self._programs: dict[tuple, jax.stages.Compiled] = {}
         self._kernels = kernels.of_pages(cache.page_tokens)
+        self._options = OPTIONS.get(platform_of(mesh), {})
         self.sizes = decode_sizes(cache, kernel=kernels.attend_pages is not None)
 
     def lower(self, *samplings: Sampling) -> dict[tuple, jax.stages.Lowered]:
@@ -179,9 +180,8 @@ class Engine:
         mapped = jax.shard_map(
             run, mesh=self.mesh, in_specs=self._specs(arguments), out_specs=out, check_vma=False
         )
-        options = OPTIONS.get(platform_of(self.mesh), {})
-        if tokens >= self.shards * WIDE_TOKENS:
-            options |= self._kernels.wide_options
+        is_wide = tokens >= self.shards * WIDE_TOKENS
+        options = self._options | dict(self._kernels.wide_options if is_wide else {})
         jitted = jax.jit(mapped, donate_argnums=donate, compiler_options=options)
         with products_in(self._dtype):
             return jitted.lower(*arguments)
