@@ -1,6 +1,5 @@
 """The sampler's log-probabilities are the learner's, bit for bit (models/kernels/tiles.py)."""
 
-import jax
 import numpy as np
 import pytest
 from engines import PROMPTS, RUN_KEY, SAMPLING, programs
@@ -14,9 +13,7 @@ from dapo_jax.types import Prompt
 def both(built, *, cursors=(7, 12), group_size=4):
     """Samples and recomputes: (the sampler's, the learner's log-probabilities, the update's)."""
     state, start = built.start_state(), built.load_start_weights()
-    session = Session(
-        built.engine, built.reshard(state.params, start), Stream(RUN_KEY, SAMPLING)
-    )
+    session = Session(built.engine, built.reshard(state.params, start), Stream(RUN_KEY, SAMPLING))
     for cursor in cursors:
         session.submit(cursor, Prompt(PROMPTS[cursor][:17]), group_size=group_size)
     groups = []
@@ -26,14 +23,16 @@ def both(built, *, cursors=(7, 12), group_size=4):
     batch = learner.minibatch(groups, advantage_PG, built.learning, built.mesh)
     learned_MBT = built.recompute_old_logp(state.params, start, batch)
     is_sampled_MBT = np.asarray(batch.is_response_BT)
-    sampled, learned = (np.asarray(a)[is_sampled_MBT] for a in (batch.behavior_logp_BT, learned_MBT))
+    sampled, learned = (
+        np.asarray(a)[is_sampled_MBT] for a in (batch.behavior_logp_BT, learned_MBT)
+    )
     assert len(sampled) == sum(len(r.tokens_T) for group in groups for r in group.responses)
     _, metrics = built.update(state, start, batch, 1e-3)
     return sampled, learned, float(metrics["ratio_gap"])
 
 
 MODELS = ["qwen2/tied", "qwen3/untied", "llama/llama3", "gemma3/1b", "qwen3_moe/normed"]
-ALONE, DATA, MODEL = (dict(data=d, model=m) for d, m in ((1, 1), (2, 1), (1, 2)))
+ALONE, DATA, MODEL = ({"data": d, "model": m} for d, m in ((1, 1), (2, 1), (1, 2)))
 
 
 @pytest.mark.parametrize("mesh", [ALONE, DATA, MODEL], ids=["one", "data", "model"])
