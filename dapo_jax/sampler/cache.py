@@ -10,17 +10,16 @@ import math
 import numpy as np
 
 NULL_PAGE = 0  # the page that no request owns: idle rows of a batch write there
-# Batches are padded to a multiple. Where plain XLA computes them on a CPU, products of other sizes
-# have other bits in each row: 32 and 96 rows others than 64, 128 and so on. A cache of fewer slots
-# has one size of batch, the next power of two: one question to `sample` need not cost 64 rows.
-ROWS, XLA_ROWS = 32, 64
+# Batches are padded to a multiple. Where plain XLA computes them on a CPU, a row has the same bits
+# in each of them: of fewer than 8 rows products have another order.
+ROWS, XLA_ROWS = 32, 8
 # What plain XLA decodes, as parts of the slots and of the response pages: the first that holds the
-# occupied slots and their pages. On a CPU a row has the same bits in each; elsewhere it may not.
+# occupied slots and their full pages. Elsewhere than on a CPU the bits of a row may differ.
 PARTS = ((1 / 4, 1 / 8), (1 / 2, 1 / 4), (1 / 2, 1 / 2), (1, 1 / 2), (1, 3 / 4), (1, 1))
 FEW_ROWS = (32, 64, 128, 192, 256, 384, 512)  # as slots fall empty: a step costs by the row
 ROW_SCALARS = (
     *("active", "stream", "cursor", "sample", "token", "sampled", "limit", "prompt_tokens"),
-    "reader",
+    *("reader", "page"),
 )
 # The most samples of a group on one of several shards, where a kernel attends. Sharing a prompt
 # saves only its prefill there, and a group of long responses would keep all shards waiting for one.
@@ -90,6 +89,7 @@ class Cache:
         `sample` for the prompt at `cursor` of `stream` have been sampled. The prompt but for its
         last token, `prompt_tokens`, lies in `prompt_pages`, which this slot reads as number
         `reader`; the other tokens in `response_pages`, numbered as in the block's list of pages.
+        The block is written to page `page` of the pool.
         `given`: of the block's tokens those that are given, plus 1 each, and 0 for the sampled.
         """
         tables = {"prompt_pages": self.pages_per_prompt, "response_pages": self.pages_per_response}
@@ -124,7 +124,7 @@ def plan_cache(
     slot_tokens = max(slot_tokens, limits.page_tokens + WATERMARK_BLOCKS * limits.block_tokens)
 
     def cache(budget_bytes: int, slots: int) -> Cache:
-        rows = min(XLA_ROWS, 2 ** (slots - 1).bit_length()) if copies else ROWS
+        rows = XLA_ROWS if copies else ROWS
         longest = limits.pages_per_prompt
         prompt_pages = longest + SPARE_PROMPTS * -(-slots // limits.readers) * min(longest, 2) + 1
         planned = dataclasses.replace(limits, slots=slots, rows=rows, prompt_pages=prompt_pages)
@@ -167,9 +167,8 @@ def decode_sizes(cache: Cache, *, kernel: bool) -> list[tuple[int, int]]:
         sizes = {(rows, cache.pages) for rows in (*FEW_ROWS, all_rows) if rows <= all_rows}
     else:
         sizes = set()
+        most = min(cache.pages, 1 + cache.slots * (cache.pages_per_response - 1))
         for slots, pages in PARTS:
-            rows = cache.padded(math.ceil(cache.slots * slots))
-            least = min(rows + 1, cache.pages)  # every occupied slot has a page
-            size = max(least, math.ceil(cache.pages * pages))
+            rows, size = cache.padded(math.ceil(cache.slots * slots)), math.ceil(most * pages)
             sizes.add((rows, size if size + 1 < cache.pages else cache.pages))
     return sorted(sizes)

@@ -162,9 +162,7 @@ def decode_block(
         response_tokens_B=sampled_B,
         reader_B=row["reader"],
     )
-    current_B1 = (sampled_B // cache.page_tokens)[:, None]
-    page_B = page_P[jnp.take_along_axis(table.response_BJ, current_B1, axis=1)[:, 0]]
-    offset_B = sampled_B % cache.page_tokens
+    page_B, offset_B = row["page"], sampled_B % cache.page_tokens
     stop_ids = jnp.asarray(samplings[0].stop_ids, jnp.int32)
     vocab_size = samplings[0].vocab_size
     temperature = sampling.of_rows([s.temperature for s in samplings], stream_B)

@@ -148,15 +148,19 @@ class Scheduler:
 
         sizes: the (rows, pages) of a shard that are compiled, ascending. rows: `Cache.row_dtype`,
         on each shard those of its occupied slots first, and of these those that are not `behind_N`;
-        row_N is the place of each. The caller fills in the columns stream, cursor, token and given.
-        page_P: the pages that `response_pages` numbers, those in use; where the size has the whole
-        pool, as the pool does.
+        row_N is the place of each. The caller fills in the columns stream, cursor, token, page and
+        given.
+        page_P: the pages that `response_pages` numbers, those that are full; where the size has the
+        whole pool, as the pool does.
         """
         shard_N, slot_N = np.nonzero(self._active_DB)
-        used_DP = ~self._free_DP
-        used_DP[:, NULL_PAGE] = False
+        full_N = self._rows_DB["sampled"][shard_N, slot_N] // self.cache.page_tokens
+        page_NJ = self._rows_DB["response_pages"][shard_N, slot_N]
+        n_F, place_F = np.nonzero(np.arange(page_NJ.shape[1]) < full_N[:, None])
+        is_full_DP = np.zeros_like(self._free_DP)
+        is_full_DP[shard_N[n_F], page_NJ[n_F, place_F]] = True
         most_rows = np.bincount(shard_N, minlength=self.shards).max()
-        most_pages = used_DP.sum(axis=1).max() + 1
+        most_pages = is_full_DP.sum(axis=1).max() + 1
         rows, pages = next(s for s in sizes if s[0] >= most_rows and s[1] >= most_pages)
         row_N = np.empty_like(shard_N)
         row_N[np.lexsort((behind_N, shard_N))] = shard_N * rows + ranks(shard_N)
@@ -165,9 +169,9 @@ class Scheduler:
             table[name][row_N] = self._rows_DB[name][shard_N, slot_N]
         if pages == self.cache.pages:
             return table, np.tile(np.arange(pages, dtype=np.int32), self.shards), row_N
-        number_DP = np.cumsum(used_DP, axis=1, dtype=np.int32)  # from 1: NULL_PAGE stays 0
+        number_DP = np.cumsum(is_full_DP, axis=1, dtype=np.int32)  # from 1: NULL_PAGE stays 0
         page_DP = np.full((self.shards, pages), NULL_PAGE, np.int32)
-        shard_U, page_U = np.nonzero(used_DP)
+        shard_U, page_U = np.nonzero(is_full_DP)
         page_DP[shard_U, number_DP[shard_U, page_U]] = page_U
         pool_NJ = table["response_pages"][row_N]
         table["response_pages"][row_N] = number_DP[shard_N[:, None], pool_NJ]

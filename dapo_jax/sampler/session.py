@@ -228,7 +228,7 @@ class Session:
         rows, page_P, row_N = self._scheduler.table(
             self._engine.sizes, behind_N=~self._truncates_Z[stream_N]
         )
-        rows["token"][row_N] = self._next_tokens(plan)
+        rows["token"][row_N], rows["page"][row_N] = self._next_tokens(plan), plan.page_N
         rows["stream"][row_N], rows["cursor"][row_N] = stream_N, cursor_N
         known = self._known(plan)
         if self._engine.cache.turns:
