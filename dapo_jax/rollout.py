@@ -71,10 +71,10 @@ def collect(
     `InOrder`'s prior and all that `AnyOrder` knows. on_other_groups: takes other streams' finished
     groups.
     """
-    keeps = plan.partial_rollout_steps > 0
-    submit = functools.partial(session.submit, group_size=plan.group_size, keeps=keeps)
+    any_order = plan.partial_rollout_steps > 0
+    submit = functools.partial(session.submit, group_size=plan.group_size)
     share = expected_share if plan.dynamic_sampling else 1.0
-    order = (AnyOrder if keeps else InOrder)(session, cursor, plan, partial, share)
+    order = (AnyOrder if any_order else InOrder)(session, cursor, plan, partial, share)
     ended, under_way = [], set(session.unfinished)
     for it in partial:
         if not any(it.unfinished_G):
@@ -91,7 +91,7 @@ def collect(
             done = session.step(more=order.wants_more()) if session.unfinished else []
             on_other_groups([group for group in done if group.stream != TRAINING])
             order.add(grading.exchange([group for group in done if group.stream == TRAINING]))
-        if keeps:
+        if any_order:
             order.add(grading.exchange([]))
     sampled, end, go_on = order.result()
     success_PG = np.stack([plan.success(group) & (not group.is_left_out) for group in sampled])
@@ -103,7 +103,7 @@ def collect(
         kept=kept,
         informative=informative_groups(success_PG),
         cursor=end,
-        issued=len(sampled) if keeps else order.issued,
+        issued=len(sampled) if any_order else order.issued,
         stats=dataclasses.replace(session.stats, requests=requests, seconds=seconds),
         partial=go_on,
         continued_tokens=sum(it.tokens for it in partial),

@@ -3,7 +3,8 @@
 Linear (position interpolation), Llama 3's and YaRN.
 
 The learner and the sampler take their angles from models.transformer.rotation, which scales the
-frequencies as a model's config.json says. The fields are named as its keys.
+frequencies as a model's config.json says: NumPy's float64, so that no compiler computes them in its
+own way. The fields are named as its keys.
 """
 
 import dataclasses
@@ -11,7 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import jax.numpy as jnp
+import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Llama3Scaling:
         """
         low, high = self.low_freq_factor, self.high_freq_factor
         turns_H = self.original_max_position_embeddings * frequency_H / (2 * math.pi)
-        kept_H = jnp.clip((turns_H - low) / (high - low), 0, 1)
+        kept_H = np.clip((turns_H - low) / (high - low), 0, 1)
         return frequency_H * (kept_H + (1 - kept_H) / self.factor)
 
 
@@ -87,7 +88,7 @@ class YarnScaling:
 
         first = max(math.floor(dimension(self.beta_fast)), 0)
         last = min(math.ceil(dimension(self.beta_slow)), 2 * half - 1)
-        slowed_H = jnp.clip((jnp.arange(half) - first) / (last - first or 1e-3), 0, 1)
+        slowed_H = np.clip((np.arange(half) - first) / (last - first or 1e-3), 0, 1)
         return frequency_H * (slowed_H / self.factor + 1 - slowed_H)
 
 

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
@@ -69,10 +70,10 @@ def rotation(position_BT, kind: LayerKind, *, head_dim: int):
     Made once for all layers of a kind, and heads; the barrier keeps XLA from making them again.
     """
     half, scaling = head_dim // 2, kind.rope_scaling
-    frequency_H = kind.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    frequency_H = kind.rope_theta ** (-np.arange(half) / half)
     if scaling is not None:
         frequency_H = scaling.frequencies(frequency_H, theta=kind.rope_theta)
-    angle_BTH = position_BT[..., None].astype(jnp.float32) * frequency_H
+    angle_BTH = position_BT[..., None].astype(jnp.float32) * frequency_H.astype(np.float32)
     cos, sin = jnp.cos(angle_BTH), jnp.sin(angle_BTH)
     if scaling is not None:
         cos, sin = scaling.amplitude * cos, scaling.amplitude * sin

@@ -216,7 +216,7 @@ def interrupted(engine, params, *, blocks, later=None, keeps=False):
     """
     session = Session(engine, params, Stream(RUN_KEY, SAMPLING))
     for cursor, prompt in FEW.items():
-        session.submit(cursor, Prompt(prompt), group_size=5, keeps=True)
+        session.submit(cursor, Prompt(prompt), group_size=5)
     responses = {}
     for _ in range(blocks):
         responses |= by_request(session.step())
@@ -228,7 +228,7 @@ def interrupted(engine, params, *, blocks, later=None, keeps=False):
         session = Session(engine, params, Stream(RUN_KEY, SAMPLING))
         for it in partial:
             prompt = Prompt(FEW[it.cursor])
-            session.submit(it.cursor, prompt, group_size=5, partial=it, keeps=True)
+            session.submit(it.cursor, prompt, group_size=5, partial=it)
     return responses | drain(session), partial
 
 

@@ -140,8 +140,8 @@ newest_one_late dapo_jax/sampler/session.py episodes::test_given_tokens_stand_wh
 - plan.sampled_N % self._engine.cache.page_tokens - 1
 + plan.sampled_N % self._engine.cache.page_tokens - 2
 prompt_freed_early dapo_jax/sampler/scheduler.py scheduler
-- limits, first_tokens, part, len(part), keeps, parks)
-+ limits, first_tokens, part, max(1, len(part) - 1), keeps, parks)
+- limits, first_tokens, part, len(part), parks)
++ limits, first_tokens, part, max(1, len(part) - 1), parks)
 oldest_preempted dapo_jax/sampler/scheduler.py scheduler
 - youngest = int(age_B.argmax())
 + youngest = int(np.where(age_B < 0, age_B.max(), age_B).argmin())

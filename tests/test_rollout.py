@@ -94,7 +94,7 @@ class ScriptedSession:
             self._scheduler.submit(len(self._names), 2, np.minimum(lengths, longest).tolist())
             self._names.append((1, cursor))
 
-    def submit(self, cursor, prompt, *, group_size, partial=None, keeps=False) -> None:
+    def submit(self, cursor, prompt, *, group_size, partial=None) -> None:
         assert prompt.token_ids.tolist() == [cursor + 1]
         self.calls.append(("submit", cursor))
         tokens = ()
@@ -103,7 +103,7 @@ class ScriptedSession:
             tokens = [len(r.tokens_T) if more else None for r, more in pairs]
             self._begun[cursor] = partial
         lengths = self._script.length_PG[cursor, :group_size].tolist()
-        self._scheduler.submit(len(self._names), 2, lengths, first_tokens=tokens, keeps=keeps)
+        self._scheduler.submit(len(self._names), 2, lengths, first_tokens=tokens)
         self._names.append((0, cursor))
 
     def cancel(self, cursor: int) -> None:

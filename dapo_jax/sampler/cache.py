@@ -36,8 +36,7 @@ class Cache:
     slots share a prompt's pages. A block of `block_tokens` decode steps divides a page.
     `max_prompt_tokens` and `max_response_tokens` bound a request. `partial_rollouts`: responses may
     begin with tokens that an earlier session sampled. `turns`: responses may have tokens that are
-    given, not sampled. Either has keys and values computed again. `rows`: batches are padded to a
-    multiple.
+    given, not sampled. `rows`: batches are padded to a multiple.
     """
 
     slots: int = 0  # these three are `plan_cache`'s to find
@@ -71,15 +70,21 @@ class Cache:
         return -(-slots // self.rows) * self.rows
 
     @property
-    def prompt_buckets(self) -> dict[int, int]:
-        """Lists the padded prompts that prefill is compiled for, as `buckets` does."""
-        return buckets(self.pages_per_prompt)
+    def buckets(self) -> dict[int, int]:
+        """Maps the padded rows that prefill is compiled for, in pages, to the rows of a call.
 
-    @property
-    def recompute_buckets(self) -> dict[int, int]:
-        """Lists the padded prompts and responses together that are recomputed."""
-        longest = -(-(self.max_prompt_tokens + self.max_response_tokens) // self.page_tokens)
-        return buckets(longest if self.partial_rollouts or self.turns else 0)
+        1, 2, 4 and so on, and the longest prompt. Samples that lose their pages need the longest
+        prompt and response; where it is common that partial responses are computed, the powers
+        before that too. A call has as many tokens as the longest prompt, or one row.
+        """
+        prompt, response = self.pages_per_prompt, self.pages_per_response
+        whole = -(-(self.max_prompt_tokens + self.max_response_tokens) // self.page_tokens)
+        longest = [prompt]
+        if self.partial_rollouts or self.turns or self.pages <= self.slots * response:
+            longest.append(whole)
+        until = whole if self.partial_rollouts or self.turns else prompt
+        powers = [2**i for i in range(until.bit_length()) if 2**i < until]
+        return {pages: max(1, prompt // pages) for pages in sorted({*powers, *longest}) if pages}
 
     @property
     def row_dtype(self) -> np.dtype:
@@ -96,16 +101,6 @@ class Cache:
         tables |= {"given": self.block_tokens} if self.turns else {}
         tables = [(name, np.int32, (width,)) for name, width in tables.items()]
         return np.dtype([*((name, np.int32) for name in ROW_SCALARS), *tables])
-
-
-def buckets(most: int) -> dict[int, int]:
-    """Maps the padded lengths that a program is compiled for, in pages, to the rows of a call.
-
-    1, 2, 4 and so on, and `most` as the last; none for 0. A call computes about as many tokens in
-    each.
-    """
-    powers = [2**i for i in range(most.bit_length()) if 2**i < most]
-    return {pages: most // pages for pages in (*powers, most) if pages}
 
 
 def plan_cache(

@@ -38,53 +38,35 @@ class Sampling:
 
 def prefill(
     params,
-    pages,
-    tokens_RT,
-    page_RI,
-    *,
-    config: ModelConfig,
-    kernels: Kernels,
-    axis: str | None,
-):
-    """Writes the keys and values of R prompts to `page_RI`, C tokens each: (pages, route_RTLA).
-
-    route_RTLA: the experts of each token, None without any. pages: a (k_UKHC, v_UKCH) a layer.
-    tokens_RT: prompts from the left, T = I * C; what follows a prompt's end is never read. Pages
-    that a prompt does not fill are cache.NULL_PAGE.
-    """
-    attend = _inside_rows(kernels, jnp.ones_like(tokens_RT), jnp.zeros_like(tokens_RT))
-    kept, route_RTLA = _keys_and_values(params, tokens_RT, attend, config=config, axis=axis)
-    return _write_rows(pages, kept, page_RI), route_RTLA
-
-
-def recompute(
-    params,
+    prompt_pages,
     pages,
     tokens_RT,
     tokens_R,
     begin_R,
+    prompt_page_RI,
     page_RI,
     *,
     config: ModelConfig,
     kernels: Kernels,
     axis: str | None,
 ):
-    """Writes the keys and values of R partial responses to `page_RI`: (pages, None).
+    """Writes the keys and values of R rows to their pages: (prompt_pages, pages, route_RTLA).
 
-    Their tokens keep the routes with which they were sampled.
-
-    pages, page_RI: of responses, as of prompts in `prefill`. tokens_RT: each prompt and what is fed
-    of its response, tokens_R of them, T = I * C, from the left. begin_R: where the prompt's last
-    token is, the first whose keys and values lie in the response's pages.
+    route_RTLA: the experts of each token, None without any. prompt_pages, pages: a (k_UKHC, v_UKCH)
+    and a (k_PKHC, v_PKCH) a layer. tokens_RT: from the left tokens_R of a prompt and of what is fed
+    of its response, T = I * C. begin_R: where the prompt's last token is, the first whose keys and
+    values lie in the response's pages. prompt_page_RI, page_RI: pages that a row does not have, or
+    that have its keys and values already, are cache.NULL_PAGE.
     """
     T = tokens_RT.shape[1]
     is_there_RT = jnp.arange(T) < tokens_R[:, None]
     is_response_RT = is_there_RT & (jnp.arange(T) >= begin_R[:, None])
     attend = _inside_rows(kernels, is_there_RT, is_response_RT)
-    kept, _ = _keys_and_values(params, tokens_RT, attend, config=config, axis=axis)
+    kept, route_RTLA = _keys_and_values(params, tokens_RT, attend, config=config, axis=axis)
     index_RT11 = jnp.minimum(begin_R[:, None] + jnp.arange(T), T - 1)[..., None, None]
-    kept = [[jnp.take_along_axis(a, index_RT11, axis=1) for a in layer] for layer in kept]
-    return _write_rows(pages, kept, page_RI), None
+    of_responses = [[jnp.take_along_axis(a, index_RT11, axis=1) for a in layer] for layer in kept]
+    prompt_pages = _write_rows(prompt_pages, kept, prompt_page_RI)
+    return prompt_pages, _write_rows(pages, of_responses, page_RI), route_RTLA
 
 
 def _inside_rows(kernels: Kernels, segment_RT, branch_RT):

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dapo_jax.process import hosts
 from dapo_jax.sampler.cache import Cache, decode_sizes
-from dapo_jax.sampler.decode import Sampling, copy_pages, decode_block, prefill, recompute
+from dapo_jax.sampler.decode import Sampling, copy_pages, decode_block, prefill
 from models.kernels import OPTIONS, Kernels, platform_of
 from models.parameters import ModelConfig
 from models.precision import products_in
@@ -68,17 +68,9 @@ class Engine:
 
         samplings: of the session's streams, in order.
         """
-        lowered, (prompt_pages, pages) = {}, self.pages
-        of_model = {"config": self.config, "kernels": self._kernels, "axis": self._axis}
-        of_prompts = functools.partial(prefill, **of_model)
-        of_partial = functools.partial(recompute, **of_model)
-        for name, run, pool, buckets, numbers in (
-            ("prefill", of_prompts, prompt_pages, self.cache.prompt_buckets, 0),
-            ("recompute", of_partial, pages, self.cache.recompute_buckets, 2),
-        ):
-            for bucket, rows in buckets.items():
-                program = self._lower_rows(run, pool, bucket, self.shards * rows, numbers=numbers)
-                lowered[name, None, bucket] = program
+        lowered = {}
+        for bucket, rows in self.cache.buckets.items():
+            lowered["prefill", None, bucket] = self._lower_prefill(bucket, self.shards * rows)
         everywhere = rules.replicated(self.mesh)
         copy_M4 = jax.ShapeDtypeStruct((COPIES, 4), jnp.int32, sharding=everywhere)
         run = functools.partial(copy_pages, kernels=self._kernels)
@@ -99,15 +91,15 @@ class Engine:
             compiled = pool.map(lambda lowered: lowered.compile(), missing.values())
             self._programs |= dict(zip(missing, compiled, strict=True))
 
-    def fill(self, name: str, params, pages, *of_rows):
-        """Runs prefill, or recompute, for [shards * rows] rows: (pages, route_RTLA or None).
+    def prefill(self, params, prompt_pages, pages, *of_rows):
+        """Runs prefill for [shards * rows] rows: (prompt_pages, pages, route_RTLA or None).
 
-        name: of the function in `decode`; of_rows: its arrays, the bucket's page_RI last. The old
-        pages are gone. The routes are NumPy's.
+        of_rows: its arrays, page_RI last. The old pages are gone. The routes are NumPy's.
         """
-        program = self._programs[name, None, of_rows[-1].shape[1]]
-        pages, route_RTLA = program(params, pages, *hosts.place(of_rows, self._rows))
-        return pages, hosts.fetch(route_RTLA)
+        program = self._programs["prefill", None, of_rows[-1].shape[1]]
+        of_host = hosts.place(of_rows, self._rows)
+        *both, route_RTLA = program(params, prompt_pages, pages, *of_host)
+        return *both, hosts.fetch(route_RTLA)
 
     def decode(self, params, prompt_pages, pages, run_key_Z, rows, page_P, samplings):
         """Decodes a block: returns (pages, token_SB, logp_SB, route_SBLA or None).
@@ -143,12 +135,14 @@ class Engine:
 
         return ((array(H, C), array(C, H)),) * self.config.num_layers
 
-    def _lower_rows(self, run, pool, bucket: int, rows: int, *, numbers: int):
-        """Lowers a program of rows of tokens and pages, and so many numbers of each row between."""
+    def _lower_prefill(self, bucket: int, rows: int) -> jax.stages.Lowered:
+        of_model = {"config": self.config, "kernels": self._kernels, "axis": self._axis}
         tokens_RT = self._host_array(rows, bucket * self.cache.page_tokens)
-        of_rows = (tokens_RT, *[self._host_array(rows)] * numbers, self._host_array(rows, bucket))
-        out = (self._specs(pool), rules.BATCH)
-        return self._lower(run, (self.params, pool, *of_rows), out, donate=1, tokens=tokens_RT.size)
+        of_rows = tokens_RT, *[self._host_array(rows)] * 2, *[self._host_array(rows, bucket)] * 2
+        arguments = (self.params, *self.pages, *of_rows)
+        out = (*self._specs(self.pages), rules.BATCH)
+        run = functools.partial(prefill, **of_model)
+        return self._lower(run, arguments, out, donate=(1, 2), tokens=tokens_RT.size)
 
     def _lower_decode(
         self, samplings: tuple[Sampling, ...], rows: int, pages: int
@@ -176,7 +170,7 @@ class Engine:
     def _specs(self, arrays):
         return jax.tree.map(lambda array: array.sharding.spec, arrays)
 
-    def _lower(self, run, arguments, out, *, donate: int, tokens=0) -> jax.stages.Lowered:
+    def _lower(self, run, arguments, out, *, donate, tokens=0) -> jax.stages.Lowered:
         mapped = jax.shard_map(
             run, mesh=self.mesh, in_specs=self._specs(arguments), out_specs=out, check_vma=False
         )

@@ -20,8 +20,8 @@ class Prefix:
 
     limits: the greatest number of tokens of every sample of the group; first_tokens: how many it
     begins with when it gets a slot. pages: None while the prompt waits in the queue, and once all
-    of its samples have ended. keeps: whether a sample that loses its slot goes on from the tokens
-    that it has. parks: whether one that ended keeps its pages, for an environment's answer.
+    of its samples have ended. parks: whether a sample that ended keeps its pages, for an
+    environment's answer.
     """
 
     group: int
@@ -30,7 +30,6 @@ class Prefix:
     first_tokens: list[int | None]
     samples: Sequence[int]
     unfinished: int
-    keeps: bool
     parks: bool
     shard: int = -1
     pages: np.ndarray | None = None

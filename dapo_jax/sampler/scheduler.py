@@ -63,19 +63,18 @@ class Scheduler:
         limits: Sequence[int],
         *,
         first_tokens: Sequence[int | None] = (),
-        keeps: bool = False,
         parks: bool = False,
     ) -> None:
         """Queues a group: one sample of at most so many tokens for each of the limits.
 
         first_tokens: the number of tokens that each begins with, whole blocks; None: it has ended.
-        keeps, parks: as of `Prefix`.
+        parks: as of `Prefix`.
         """
         readers, first_tokens = self.cache.readers, list(first_tokens) or [0] * len(limits)
         samples = [i for i, tokens in enumerate(first_tokens) if tokens is not None]
         parts = [samples[i : i + readers] for i in range(0, len(samples), readers)]
         prefixes = [
-            Prefix(group, prompt_tokens, limits, first_tokens, part, len(part), keeps, parks)
+            Prefix(group, prompt_tokens, limits, first_tokens, part, len(part), parks)
             for part in parts
         ]
         self._queue.extend(prefixes)
@@ -202,12 +201,12 @@ class Scheduler:
     def resume(self, group: int, sample: int, *, first_tokens: int = 0) -> None:
         """Lets a parked sample go on: the next free slot of its shard is its own.
 
-        first_tokens: of whole blocks, with which it begins anew; 0: it goes on in its pages.
+        first_tokens: of whole blocks, whose keys and values are computed together; 0: it goes on in
+        its pages.
         """
         prefix = self._parked[group, sample].prefix
         if first_tokens:
-            prefix.first_tokens[sample] = first_tokens
-            self._begin_anew((group, sample))
+            self._free_pages((group, sample), tokens=first_tokens)
         self._ready[prefix.shard].appendleft((prefix, sample))
 
     def end(self, group: int, sample: int) -> None:
@@ -216,26 +215,25 @@ class Scheduler:
 
     def _unpark(self, key: tuple[int, int]) -> Prefix:
         """Frees the pages of a parked sample; returns its prompt."""
-        self._begin_anew(key)
+        self._free_pages(key)
         return self._parked.pop(key).prefix
 
     def _drop(self, d: int, younger_than: int = -1) -> bool:
-        """Takes the pages of the youngest sample that is parked on a shard; it starts again.
+        """Takes the pages of the youngest sample that is parked on a shard.
 
         Returns False where there is none that began after the admission `younger_than`.
         """
         here = [(it.age, key) for key, it in self._parked.items() if it.prefix.shard == d]
         held = [it for it in here if it[0] > younger_than and len(self._parked[it[1]].pages)]
         if held:
-            self._begin_anew(max(held)[1])
+            self._free_pages(max(held)[1])
         return bool(held)
 
-    def _begin_anew(self, key: tuple[int, int]) -> None:
-        """Frees the pages of a sample that stays parked: it has its first tokens alone."""
-        it = self._parked[key]
-        self._free_DP[it.prefix.shard, it.pages] = True
-        first_tokens = it.prefix.first_tokens[it.sample]
-        self._parked[key] = Held(it.prefix, it.sample, it.age, first_tokens)
+    def _free_pages(self, key: tuple[int, int], **changes) -> None:
+        """Frees the pages of a parked sample: what it has is computed again when it goes on."""
+        held = self._parked[key]
+        self._free_DP[held.prefix.shard, held.pages] = True
+        self._parked[key] = held._replace(pages=np.zeros(0, int), **changes)
 
     def _ended(self, prefix: Prefix) -> None:
         prefix.unfinished -= 1
@@ -262,7 +260,7 @@ class Scheduler:
         yet take the rows that would stay empty.
         """
         taken: dict[int, list[list]] = {}  # bucket -> of each shard the rows of calls
-        buckets, wanted_D = self.cache.prompt_buckets, self._wanted_D()
+        buckets, wanted_D = self.cache.buckets, self._wanted_D()
         free_D = self._free_prompt_DP.sum(axis=1)
         while self._queue:
             prefix = self._queue[0]
@@ -296,7 +294,7 @@ class Scheduler:
         """Gives a page to every response whose last one is full, the oldest sample first.
 
         Where a shard has too few, the youngest sample is preempted, as often as needed. Returns
-        those that keep their tokens.
+        those.
         """
         preempted = []
         full_DB = self._rows_DB["sampled"] == self._rows_DB["pages"] * self.cache.page_tokens
@@ -305,27 +303,22 @@ class Scheduler:
             while full_DB[d].sum() > self._free_DP[d].sum():
                 age_B = np.where(self._active_DB[d], self._rows_DB["age"][d], -1)
                 youngest = int(age_B.argmax())
-                # The only sample that goes on does not begin anew for those that wait.
+                # The only sample that goes on does not wait for those that do.
                 is_alone = (age_B >= 0).sum() == 1
                 if not self._drop(d, younger_than=-1 if is_alone else age_B[youngest]):
                     full_DB[d, youngest] = False
-                    preempted += self._preempt(d, youngest)
+                    preempted.append(self._preempt(d, youngest))
         shard_N, slot_N = np.nonzero(full_DB)
         order = np.lexsort((self._rows_DB["age"][shard_N, slot_N], shard_N))
         self._give_pages(shard_N[order], slot_N[order])
         return preempted
 
-    def _preempt(self, d: int, b: int) -> list[Held]:
-        """Makes a sample wait until there is room; returns it if it keeps its tokens.
-
-        Otherwise it starts again, and its tokens will be the same.
-        """
+    def _preempt(self, d: int, b: int) -> Held:
+        """Makes a sample wait until there is room for it; returns what it held."""
         lost = self._leave(d, b)
         self._ready[d].appendleft((lost.prefix, lost.sample))
-        if not lost.prefix.keeps:
-            return []
         lost.prefix.first_tokens[lost.sample] = lost.tokens
-        return [lost]
+        return lost
 
     def _admit(self) -> list[Prefill]:
         """Moves ready samples to free slots, lowest slot first, above the watermark of free pages.
@@ -378,7 +371,7 @@ class Scheduler:
     def _recomputes(self, shard_N: np.ndarray, slot_N: np.ndarray) -> list[Prefill]:
         """Makes the calls for partial responses in these slots, in order of shards."""
         taken: dict[int, list[list]] = {}  # as in `_assign`
-        buckets = self.cache.recompute_buckets
+        buckets = self.cache.buckets
         for d, b in zip(shard_N.tolist(), slot_N.tolist(), strict=True):
             it = self._held(d, b)
             fed = self._rows_DB["prompt_tokens"][d, b] + it.tokens

@@ -3,7 +3,7 @@
 A session keeps what neither of them knows: the values of tokens. Data flow of `Session.step`:
 
     scheduler.next_block -> engine.prefill of new prompts -> engine.copy of samples that change
-    shards -> engine.recompute of partial responses -> engine.decode of one block -> tokens to the
+    shards -> engine.prefill of partial responses -> engine.decode of one block -> tokens to the
     host's pages -> scheduler.complete -> responses of ended requests -> groups
 
 A request is (stream, cursor, sample). A stream has a random key and a way of sampling: training is
@@ -23,6 +23,7 @@ import numpy as np
 
 from dapo_jax.episodes import Answer, End, Environments, Where
 from dapo_jax.process import hosts
+from dapo_jax.sampler.cache import NULL_PAGE
 from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.engine import Engine
 from dapo_jax.sampler.plan import Held, Moves, Plan, Prefill
@@ -123,15 +124,12 @@ class Session:
         max_tokens: Sequence[int] | None = None,
         stream: int = 0,
         partial: PartialGroup | None = None,
-        keeps: bool = False,
     ) -> None:
         """Asks for `group_size` samples of a prompt, after all that were asked for.
 
         max_tokens: a limit for each of them, at most the stream's; None: the stream's. stream: its
         place among the session's; cursors name groups within one. partial: what an earlier session
-        had of the group, which goes on behind whole blocks of it. keeps: whether a sample that
-        loses its slot goes on from its tokens, whose keys and values are computed again; other
-        samples start again, so that their bits depend on no schedule.
+        had of the group, which goes on behind whole blocks of it.
 
         The prompt has 1 to `Cache.max_prompt_tokens` tokens: data sets have no others.
         """
@@ -143,7 +141,7 @@ class Session:
         of_samples = zip(partial.responses, partial.unfinished_G, limits, strict=True)
         tokens = [self._whole_blocks(r, most) if more else None for r, more, most in of_samples]
         plays = self._environments.plays(prompt)
-        how = {"first_tokens": tokens, "keeps": keeps, "parks": plays}
+        how = {"first_tokens": tokens, "parks": plays}
         self._scheduler.submit(number, len(prompt.token_ids), limits, **how)
         left = set(np.flatnonzero(partial.unfinished_G).tolist())
         responses = list(partial.responses)
@@ -156,8 +154,6 @@ class Session:
         """
         fed_again = int(response.stopped)  # the token that ended a turn
         tokens = min(len(response.tokens_T) - fed_again, limit - 1)
-        if response.route_TLA is not None:  # an answer that was not fed has none
-            tokens = min(tokens, 1 + np.flatnonzero(response.sampled_T).max(initial=-1))
         return tokens - tokens % self._engine.cache.block_tokens
 
     def cancel(self, cursor: int) -> None:
@@ -218,7 +214,7 @@ class Session:
         planned = time.perf_counter()
         self._prefill(plan.prefills)
         self._move(plan.moves)
-        self._recompute(plan)
+        self._prefill(plan.recomputes)
         prefilled = time.perf_counter()
         self._stalled = not len(plan.shard_N)  # parked samples have all pages
         if self._stalled:
@@ -263,21 +259,48 @@ class Session:
         return self._finished()
 
     def _prefill(self, prefills: list[Prefill]) -> None:
+        """Computes the keys and values of prompts, or of partial responses that were admitted."""
+        C = self._engine.cache.page_tokens
         for rows, page_RI in prefills:
-            tokens = page_RI.shape[1] * self._engine.cache.page_tokens
-            tokens_RT = np.zeros((len(page_RI), tokens), np.int32)
-            groups = {r: self._groups[number] for r, (number, _) in rows.items()}
-            for r, group in groups.items():
-                prompt = group.prompt.token_ids[:-1]
-                tokens_RT[r, : len(prompt)] = prompt
-            self.stats.prefilled_prompts += len(groups)
-            self._prompt_pages, route_RTLA = self._engine.fill(
-                "prefill", self._params, self._prompt_pages, tokens_RT, page_RI
+            tokens_RT = np.zeros((len(page_RI), page_RI.shape[1] * C), np.int32)
+            tokens_R, begin_R = np.zeros((2, len(page_RI)), np.int32)
+            page_2RI = np.full((2, *page_RI.shape), NULL_PAGE, np.int32)  # of prompt, of response
+            for r, (number, held) in rows.items():
+                group = self._groups[number]
+                fed, begin_R[r] = group.prompt.token_ids, len(group.prompt.token_ids) - 1
+                if held is not None:
+                    fed = np.append(fed, group.responses[held.sample].tokens_T)
+                tokens_R[r] = begin_R[r] + (0 if held is None else held.tokens)
+                tokens_RT[r, : tokens_R[r]] = fed[: tokens_R[r]]
+                page_2RI[int(held is not None), r] = page_RI[r]
+            of_rows = tokens_RT, tokens_R, begin_R, *page_2RI
+            self._prompt_pages, self._pages, route_RTLA = self._engine.prefill(
+                self._params, self._prompt_pages, self._pages, *of_rows
             )
-            for r, group in groups.items() if route_RTLA is not None else ():
-                of_prompt = len(group.prompt.token_ids) - 1
-                group.prompt_route_TLA = route_RTLA[r, :of_prompt].copy()
-        jax.block_until_ready(self._prompt_pages)
+            for r, (number, held) in rows.items():
+                route_TLA = None if route_RTLA is None else route_RTLA[r, : tokens_R[r]].copy()
+                if held is not None:
+                    self._restore(self._groups[number], held, route_TLA)
+                    continue
+                self.stats.prefilled_prompts += 1
+                self._groups[number].prompt_route_TLA = route_TLA
+        jax.block_until_ready((self._prompt_pages, self._pages))
+
+    def _restore(self, group: _Unfinished, held: Held, route_TLA) -> None:
+        """Puts the tokens of a partial response into the pages that it was given.
+
+        route_TLA: the computed ones, of prompt and response. Tokens that were sampled or fed keep
+        the routes that they had.
+        """
+        response, C = group.responses[held.sample], self._engine.cache.page_tokens
+        index_T = np.arange(held.tokens)
+        where = (held.prefix.shard, held.pages[index_T // C], index_T % C)
+        self._token_DPC[where] = response.tokens_T[: held.tokens]
+        self._logp_DPC[where] = response.behavior_logp_T[: held.tokens]
+        if route_TLA is not None:
+            known_TLA = response.route_TLA[: len(route_TLA)]
+            route_TLA = np.concatenate([known_TLA, route_TLA[len(known_TLA) :]])
+            self._route_DPCLA[where] = route_TLA[len(route_TLA) - held.tokens :]
 
     def _move(self, moves: Moves) -> None:
         """Copies the pages of samples that change shards, on the devices and on the host."""
@@ -287,30 +310,6 @@ class Session:
         for table in (self._token_DPC, self._logp_DPC, self._route_DPCLA):
             if table is not None:
                 table[e, to] = table[d, at]
-
-    def _recompute(self, plan: Plan) -> None:
-        """Gives partial responses that were just admitted their tokens, keys and values."""
-        if not plan.recomputes:
-            return
-        C = self._engine.cache.page_tokens
-        for rows, page_RI in plan.recomputes:
-            tokens_RT = np.zeros((len(page_RI), page_RI.shape[1] * C), np.int32)
-            tokens_R, begin_R = np.zeros((2, len(page_RI)), np.int32)
-            for r, (number, it) in rows.items():
-                group = self._groups[number]
-                response, of_prompt = group.responses[it.sample], len(group.prompt.token_ids) - 1
-                fed = np.append(group.prompt.token_ids, response.tokens_T[: it.tokens - 1])
-                tokens_RT[r, : len(fed)] = fed
-                tokens_R[r], begin_R[r] = len(fed), of_prompt
-                index_T = np.arange(it.tokens)
-                where = (it.prefix.shard, it.pages[index_T // C], index_T % C)
-                self._token_DPC[where] = response.tokens_T[: it.tokens]
-                self._logp_DPC[where] = response.behavior_logp_T[: it.tokens]
-                if self._route_DPCLA is not None:
-                    self._route_DPCLA[where] = response.route_TLA[of_prompt:][: it.tokens]
-            of_rows = tokens_RT, tokens_R, begin_R, page_RI
-            self._pages, _ = self._engine.fill("recompute", self._params, self._pages, *of_rows)
-        jax.block_until_ready(self._pages)
 
     def _next_tokens(self, plan: Plan) -> np.ndarray:
         """Finds the token that each occupied slot feeds first: its newest, or its prompt's last."""
@@ -400,7 +399,7 @@ class Session:
                 stopped=False,
             )
             first = 0
-            if more > LONG_ANSWER and self._route_DPCLA is None:
+            if more > LONG_ANSWER:
                 limit = self._samplings[group.stream].max_response_tokens
                 first = self._whole_blocks(group.responses[sample], limit)
             self._scheduler.resume(number, sample, first_tokens=first)

@@ -11,20 +11,23 @@ import re
 import jax
 import jax.numpy as jnp
 
-# Of all programs: no kernels of YNNPACK but for convolutions, which no model here has. The order in
-# which its products add up depends on the number of rows; in all others it does not.
+# Of all programs: products by themselves, not fused with others, whose sums add up one term after the
+# other, in blocks of 512. Else their order depends on the shapes: there are one, two or four sums.
 OPTIONS = {
-    "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_CONVOLUTION",
+    "xla_cpu_enable_platform_dependent_math": False,
+    "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT",
 }
+FEW_ROWS = 64  # below them a product with the weights on the left has other blocks
 
 
 def weights_first(spec, x, w, **options):
     """Multiplies for decoding: the transpose of the product of the transposes.
 
-    The weights are on the left then, which is faster for few rows of x, and a row has the same
-    bits in every batch of a multiple of the engine's XLA_ROWS.
+    The weights are on the left then, which is faster. A row has the same bits in every batch.
     """
     x_axes, w_axes, out_axes = re.split(",|->", spec)
+    if math.prod(x.shape[: sum(axis in out_axes for axis in x_axes)]) < FEW_ROWS:
+        return jnp.einsum(spec, x, w, **options)
     of_w = "".join(axis for axis in w_axes if axis not in x_axes)
     of_x = "".join(axis for axis in x_axes if axis not in w_axes)
     out = jnp.einsum(f"{w_axes},{x_axes}->{of_w}{of_x}", w, x, **options)

@@ -25,7 +25,6 @@ import jax.numpy as jnp
 
 MASKED = -1e30  # finite: a query with nothing to attend to gives a uniform softmax, never NaN
 LEAST_POWER = -127  # of float32's numbers, and below
-FEW_QUERIES, FEW_TERMS = 4, 48  # of products that are written out
 
 
 class Sums(NamedTuple):
@@ -83,16 +82,4 @@ def power_of_two(n):
 
 
 def _product(a, b):
-    """Multiplies matrices, whose sums are of one term after the other."""
-    terms = a.shape[-1]
-    if a.shape[-2] > FEW_QUERIES or terms > FEW_TERMS or b.shape[-1] == 2:
-        return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
-    # XLA fuses this with what is around it; a call of a library takes a microsecond a page.
-    total = jnp.maximum(_term(a, b, 0), MASKED)  # lest it be the second's product that is fused
-    for s in range(1, terms):
-        total += _term(a, b, s)
-    return total
-
-
-def _term(a, b, s: int):
-    return a[..., s, None] * b[..., None, s, :]
+    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
