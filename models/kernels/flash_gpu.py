@@ -18,8 +18,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 
-from models.kernels import triton
-from models.kernels.xla import ATTENTION, MASKED, like, padded
+from models.kernels import tiles, triton
+from models.kernels.xla import ATTENTION, like, padded
 
 # For the forward pass, the gradient of queries and those of keys, by the bytes of a value and the
 # size of a head that is not exceeded: tiles with the fewest cycles by count of an H100's
@@ -47,41 +47,55 @@ def flash_attention(
     position_BT=None,
     window: int | None = None,
     *,
+    tile_tokens: int = triton.SPLIT_TOKENS,
     interpret: bool = False,
 ):
-    """Does what `packed.packed_attention` does; the head size is a power of two, 16 or more."""
+    """Does what `packed.packed_attention` does; the head size is a power of two, 16 or more.
+
+    tile_tokens: those of a page, where results shall have the bits that pages give.
+    """
     longest = max(max(tile[:2]) for tile in _tiles(q_BTNH))
     pad = functools.partial(padded, multiple=longest)
-    until_BT = _until(pad(segment_BT), pad(branch_BT))
-    rows = (until_BT, None if window is None else pad(position_BT))
-    out_BTNH = _attention(interpret, window, *map(pad, (q_BTNH, k_BTKH, v_BTKH)), rows)
-    return out_BTNH[:, : q_BTNH.shape[1]]
+    rows = pad(segment_BT), pad(branch_BT), None if window is None else pad(position_BT)
+    how = interpret, window, tile_tokens
+    return _attention(how, *map(pad, (q_BTNH, k_BTKH, v_BTKH)), rows)[:, : q_BTNH.shape[1]]
 
 
 def _tiles(q_BTNH) -> tuple:
-    size = next((size for size in (64, 128) if q_BTNH.shape[3] <= size), 256)
-    return TILES[q_BTNH.dtype.itemsize, size]
+    return TILES[
+        q_BTNH.dtype.itemsize, next(size for size in (64, 128, 256) if q_BTNH.shape[-1] <= size)
+    ]
 
 
-def _call(kernel, tile, interpret: bool, *arrays, **more):
+def tile_tokens(q, page_tokens: int) -> int:
+    """Counts the keys that are added up at once, of which pages have a multiple."""
+    return min(page_tokens, _tiles(q)[0][1])
+
+
+def _call(kernel, tile, how, *arrays, split=None, **more):
     Q, S, warps, stages = tile
-    exp2 = functools.partial(triton.exp2, interpret=interpret)
-    kernel = functools.partial(kernel, tile=(Q, S), exp2=exp2)
+    interpret, window, _ = how
+    kernel = functools.partial(kernel, tile=(Q, S), interpret=interpret, window=window)
+    if split is not None:
+        kernel = functools.partial(kernel, split=split)
     return triton.call(kernel, *arrays, warps=warps, stages=stages, interpret=interpret, **more)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attention(interpret, window, q_BTNH, k_BTKH, v_BTKH, rows):
-    return _forward(interpret, window, q_BTNH, k_BTKH, v_BTKH, rows)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(how, q_BTNH, k_BTKH, v_BTKH, rows):
+    return _forward(how, q_BTNH, k_BTKH, v_BTKH, rows)[0]
 
 
-def _forward(interpret, window, q_BTNH, k_BTKH, v_BTKH, rows):
+def _forward(how, q_BTNH, k_BTKH, v_BTKH, rows):
     B, T, N, _ = q_BTNH.shape
-    tile, _, _ = _tiles(q_BTNH)
+    _, window, page_tokens = how
+    Q, _, *resources = _tiles(q_BTNH)[0]
+    split = triton.split_tokens(page_tokens)
     out_BTNH, norm_BNT = _call(
-        functools.partial(_forward_kernel, window=window),
-        *(tile, interpret, _ranges(*rows, tile, window=window), rows, q_BTNH, k_BTKH, v_BTKH),
-        grid=(N, B, T // tile[0]),
+        *(_forward_kernel, (Q, tile_tokens(q_BTNH, page_tokens), *resources), how),
+        *(_rows(*rows, Q=Q, split=split, window=window), q_BTNH, k_BTKH, v_BTKH),
+        split=split,
+        grid=(N, B, T // Q),
         out_shape=[like(q_BTNH), like(q_BTNH, (B, N, T), jnp.float32)],
         name="flash_attention",
     )
@@ -90,18 +104,17 @@ def _forward(interpret, window, q_BTNH, k_BTKH, v_BTKH, rows):
     return out_BTNH, (q_BTNH, k_BTKH, v_BTKH, rows, out_BTNH, norm_BNT)
 
 
-def _backward(interpret, window, residuals, d_out_BTNH):
+def _backward(how, residuals, d_out_BTNH):
     q_BTNH, k_BTKH, v_BTKH, rows, out_BTNH, norm_BNT = residuals
     B, T, N, H = q_BTNH.shape
     K = k_BTKH.shape[2]
     _, tile, tile_of_keys = _tiles(q_BTNH)
     dot_BTN = jnp.sum(d_out_BTNH.astype(jnp.float32) * out_BTNH.astype(jnp.float32), axis=3)
-    ranges = functools.partial(_ranges, *rows, window=window)
-    arrays = (rows, q_BTNH, k_BTKH, v_BTKH, d_out_BTNH, norm_BNT)
-    arrays = (*arrays, dot_BTN.swapaxes(1, 2))
+    rows = _rows(*rows, Q=tile[0], split=T, window=how[1])
+    arrays = (rows, q_BTNH, k_BTKH, v_BTKH, d_out_BTNH, norm_BNT, dot_BTN.swapaxes(1, 2))
     (d_q_BTNH,) = _call(
-        functools.partial(_queries_kernel, window=window),
-        *(tile, interpret, ranges(tile), *arrays),
+        *(_queries_kernel, tile, how, *arrays),
+        split=T,
         grid=(N, B, T // tile[0]),
         out_shape=[like(q_BTNH)],
         name="flash_attention_d_queries",
@@ -111,8 +124,7 @@ def _backward(interpret, window, residuals, d_out_BTNH):
     parts = 1 if B * K * T // tile_of_keys[1] >= FEW else N // K
     d_BTLH = like(k_BTKH, (B, T, K * parts, H), k_BTKH.dtype if parts == 1 else jnp.float32)
     gradients = _call(
-        functools.partial(_keys_kernel, window=window),
-        *(tile_of_keys, interpret, ranges(tile_of_keys, of_keys=True), *arrays),
+        *(_keys_kernel, tile_of_keys, how, *arrays),
         grid=(K * parts, B, T // tile_of_keys[1]),
         out_shape=[d_BTLH, d_BTLH],
         name="flash_attention_d_keys",
@@ -126,156 +138,162 @@ def _backward(interpret, window, residuals, d_out_BTNH):
 _attention.defvjp(_forward, _backward)
 
 
-def _until(segment_BT, branch_BT):
-    """Finds behind which place of its row no token looks at a token: 0 of padding, for none does.
+def _rows(segment_BT, branch_BT, position_BT, *, Q: int, split: int, window: int | None):
+    """Describes packed rows to the kernels: (block_BIX, end_BT, until_BT, position_BT).
+
+    end_BT: where a token's part (a prompt or a response) ends. until_BT: behind which place no
+    token looks at a token; 0 of padding. Each block of Q queries sees splits from a first place
+    on; from where its prompt ends it goes on elsewhere (block_BIX), and with a window there are the
+    least position of the first segment's queries and the largest of all.
 
     Tokens of a segment stand side by side, and those of a branch behind their segment's prompt.
     """
-    index_T = jnp.arange(segment_BT.shape[1])
-    last_BT = jnp.diff(segment_BT, axis=1, append=-1) != 0
-    last_2BT = jnp.stack([last_BT, last_BT | (jnp.diff(branch_BT, axis=1, append=-1) != 0)])
-    end_2BT = jnp.where(last_2BT, index_T + 1, len(index_T))
-    of_prompt_BT, of_branch_BT = lax.cummin(end_2BT, axis=2, reverse=True)
-    until_BT = jnp.where(branch_BT == 0, of_prompt_BT, of_branch_BT)
-    return jnp.where(segment_BT > 0, until_BT, 0)
+    T = segment_BT.shape[1]
+    place_BT = jnp.broadcast_to(jnp.arange(T), segment_BT.shape)
+    changes = [jnp.diff(segment_BT, axis=1) != 0]
+    changes += [changes[0] | (jnp.diff(branch_BT, axis=1) != 0)]
+    begins, ends = [], []  # of segments, of parts
+    for change_BT in changes:
+        begin_BT = jnp.where(jnp.pad(change_BT, ((0, 0), (1, 0))), place_BT, 0)
+        end_BT = jnp.where(jnp.pad(change_BT, ((0, 0), (0, 1))), place_BT + 1, T)
+        begins += [lax.cummax(begin_BT, axis=1)]
+        ends += [lax.cummin(end_BT, axis=1, reverse=True)]
+    is_prompt_BT = branch_BT == 0
+    until_BT = jnp.where(segment_BT > 0, jnp.where(is_prompt_BT, *ends), 0)
 
+    def at(array_BT, where):
+        return jnp.take_along_axis(array_BT, where, axis=1)
 
-def _ranges(until_BT, position_BT, tile, *, window: int | None = None, of_keys: bool = False):
-    """Finds which tiles of keys each of queries visits, or of queries each of keys: bounds_BIX.
-
-    Keys have two ranges, the prompt's and the branch's, or one where nothing is between. A range
-    has four bounds: its tiles lie from the first to the last, those between the others are seen
-    whole. With a window a prompt's last keys visit what is between the first queries of its
-    branches, too.
-    """
-    Q, S, *_ = tile
-    B, T = until_BT.shape
-    begin_I1, begin_J = jnp.arange(0, T, Q)[:, None], jnp.arange(0, T, S)
-    until_BJS = until_BT.reshape(B, -1, S)
-    seen_BIJ = (until_BJS.max(axis=2)[:, None] > begin_I1) & (begin_J < begin_I1 + Q)
-    whole_BIJ = (until_BJS.min(axis=2)[:, None] >= begin_I1 + Q) & (begin_J + S <= begin_I1 + 1)
+    first, own = (begin_BT[:, ::Q] for begin_BT in begins)
+    block = [first, jnp.where(first < own, at(ends[1], first), 0), own]
     if window is not None:
-        first_BT = jnp.where(until_BT > 0, position_BT, T)  # padding has no position
-        first_BI, last_BI = first_BT.reshape(B, -1, Q).min(2), position_BT.reshape(B, -1, Q).max(2)
-        first_BJ, last_BJ = first_BT.reshape(B, -1, S).min(2), position_BT.reshape(B, -1, S).max(2)
-        seen_BIJ &= first_BI[:, :, None] - last_BJ[:, None] < window
-        whole_BIJ &= last_BI[:, :, None] - first_BJ[:, None] < window
-    if of_keys:
-        seen_BIJ, whole_BIJ = seen_BIJ.swapaxes(1, 2), whole_BIJ.swapaxes(1, 2)
-    tiles = seen_BIJ.shape[2]
-    place_J = jnp.arange(tiles)
-
-    def first(mask_BIJ):
-        return jnp.where(mask_BIJ, place_J, tiles).min(axis=2, keepdims=True)
-
-    def behind(mask_BIJ):
-        return jnp.where(mask_BIJ, place_J + 1, 0).max(axis=2, keepdims=True)
-
-    sides = [True]
-    if not of_keys:
-        gap_BI1 = behind(~seen_BIJ & (begin_J < begin_I1 + Q))
-        sides = [place_J < gap_BI1, place_J >= gap_BI1]
-    bounds = []
-    for side_BIJ in sides:
-        begin_BI1 = first(seen_BIJ & side_BIJ)
-        end_BI1 = jnp.maximum(behind(seen_BIJ & side_BIJ), begin_BI1)
-        whole_BI1 = jnp.minimum(first(whole_BIJ & side_BIJ), end_BI1)
-        rest_BI1 = jnp.minimum(first(~whole_BIJ & (place_J >= whole_BI1)), end_BI1)
-        bounds += [begin_BI1, whole_BI1, rest_BI1, end_BI1]
-    return jnp.concatenate(bounds, axis=2)
+        # The last queries that see a prompt's last keys are in its last branch.
+        last_BT = jnp.maximum(at(begins[1], ends[0] - 1), ends[1])
+        over_BT = place_BT + window - ends[1]
+        over_BT = jnp.where(is_prompt_BT & (over_BT > 0), last_BT, ends[1]) + over_BT
+        until_BT = jnp.minimum(until_BT, over_BT)
+        segment_BIQ, position_BIQ = (a.reshape(len(a), -1, Q) for a in (segment_BT, position_BT))
+        is_first_BIQ = segment_BIQ == segment_BIQ[:, :, :1]
+        least = jnp.where(is_first_BIQ, position_BIQ, T).min(axis=2)
+        for x in (0, 2):
+            hidden = least - window + 1 - at(position_BT, block[x])
+            block[x] += jnp.maximum(hidden, 0) // split * split
+        block[0] = jnp.where(block[0] < block[1], block[0], block[2])
+        block += [least, position_BIQ.max(axis=2)]
+    return jnp.stack(block, axis=2), ends[1], until_BT, position_BT
 
 
-def _visit(ranges_ref, b, program, turns: int, visit, state):
-    """Runs state = visit(state, tile, turn, whole) over a program's ranges, `turns` times a tile.
+def _walk(rows, b, i, tile, visit, add_split, state, *, split: int, window: int | None):
+    """Visits the tiles of keys that block i of queries sees, which begin where parts begin.
 
-    One loop goes over all that is seen whole, which needs no masks, and then one over the rest.
+    They are visited in their order, split by split: state = add_split(state, run), where
+    run(state) is state = visit(state, keys, end) for all tiles of a split: keys of its part lie
+    before `end`, which is None where the queries see all of them.
     """
-    ranges = range(0, ranges_ref.shape[2], 4)
-    for whole, parts in ((True, [1]), (False, [0, 2])):
-        visited, shifts = 0, []
-        for x in (first + part for part in parts for first in ranges):
-            begin, end = ranges_ref[b, program, x], ranges_ref[b, program, x + 1]
-            shifts.append((visited, begin - visited))
-            visited += end - begin
+    block_ref, end_ref, until_ref, position_ref = rows
+    (Q, S), begin = tile, i * tile[0]
 
-        def body(index, state, shifts=shifts, whole=whole):
-            count, turn = lax.div(index, turns), lax.rem(index, turns)
-            shift = 0
-            for before, begin in shifts:
-                shift = jnp.where(count >= before, begin, shift)
-            return visit(state, count + shift, turn, whole)
+    def next_split(carry):
+        place, state = carry
+        end = jnp.minimum(place + split, end_ref[b, place])
+        until = until_ref[b, end - 1]
+        last = jnp.where(until > begin, pl.cdiv(jnp.minimum(end, begin + Q) - place, S), 0)
+        seen = jnp.minimum(end, jnp.where(until >= begin + Q, begin + 1, 0))
+        first, whole, rest = 0, 0, jnp.maximum(lax.div(seen - place, S), 0)
+        if window is not None:
+            least, largest = (block_ref[b, i, x] - position_ref[b, place] for x in (3, 4))
+            first = jnp.where(place < begin, lax.div(jnp.maximum(least - window + 1, 0), S), 0)
+            whole = jnp.maximum(first, pl.cdiv(jnp.maximum(largest - window + 1, 0), S))
+            rest = jnp.maximum(whole, rest)
+        bounds = jnp.minimum(first, last), jnp.minimum(whole, last), jnp.minimum(rest, last), last
 
-        state = lax.fori_loop(0, visited * turns, body, state)
-    return state
+        def run(state):
+            for k in range(window is None, 3):
+                body = functools.partial(visit_tile, whole=k == 1)
+                state = lax.fori_loop(bounds[k], bounds[k + 1], body, state)
+            return state
+
+        def visit_tile(tile, state, whole):
+            return visit(state, pl.ds(place + tile * S, S), None if whole else end)
+
+        after = jnp.where(end == block_ref[b, i, 1], block_ref[b, i, 2], end)
+        return after, add_split(state, run)
+
+    carry = block_ref[b, i, 0], state
+    return lax.while_loop(lambda carry: carry[0] < begin + Q, next_split, carry)[1]
 
 
-def _seen(rows_ref, b, queries, keys, axis: int, window: int | None):
+def _tokens(ref, b, keys, end, *where):
+    """Loads what belongs to a tile of keys, or to those before `end`."""
+    if end is None:
+        return ref[b, keys, *where]
+    is_there = keys.start + jnp.arange(keys.size) < end
+    mask = is_there[:, None] if where else is_there
+    return triton.load(ref.at[b, keys, *where], mask=mask, other=0)
+
+
+def _seen(rows, b, queries, keys, axis: int, window: int | None, end=None):
     """Says what the tokens of a tile of queries, which are along this axis, see of one of keys."""
-    until_ref, position_ref = rows_ref
+    _, _, until_ref, position_ref = rows
     query = jnp.expand_dims(queries.start + jnp.arange(queries.size), 1 - axis)
     key = jnp.expand_dims(keys.start + jnp.arange(keys.size), axis)
-    seen = (query >= key) & (query < jnp.expand_dims(until_ref[b, keys], axis))
+    seen = (query >= key) & (query < jnp.expand_dims(_tokens(until_ref, b, keys, end), axis))
     if window is None:
         return seen
-    query, key = (
-        jnp.expand_dims(position_ref[b, of], a) for of, a in ((queries, 1 - axis), (keys, axis))
-    )
-    return seen & (query - key < window)
+    query, key = position_ref[b, queries], _tokens(position_ref, b, keys, end)
+    return seen & (jnp.expand_dims(query, 1 - axis) - jnp.expand_dims(key, axis) < window)
 
 
-def _forward_kernel(ranges_ref, rows_ref, *refs, tile, exp2, window):
+def _forward_kernel(rows, *refs, tile, interpret, split, window):
     q_ref, k_ref, v_ref, out_ref, norm_ref = refs
     # Later queries have more keys: they go first, lest the last programs be the longest.
     n, b, i = pl.program_id(0), pl.program_id(1), pl.num_programs(2) - 1 - pl.program_id(2)
-    (Q, S), scale = tile, q_ref.shape[3] ** -0.5 * LOG2_E
     h = lax.div(n, q_ref.shape[2] // k_ref.shape[2])
-    queries = pl.ds(i * Q, Q)
+    queries = pl.ds(i * tile[0], tile[0])
     q_QH = q_ref[b, queries, n, :]
 
-    def visit(state, j, _, whole):
-        max_Q1, sum_Q1, out_QH = state
-        keys = pl.ds(j * S, S)
-        x_QS = triton.dot(q_QH, k_ref[b, keys, h, :].T)
-        if not whole:
-            x_QS = jnp.where(_seen(rows_ref, b, queries, keys, 0, window), x_QS, MASKED)
-        new_max_Q1 = jnp.maximum(max_Q1, x_QS.max(axis=1, keepdims=True))
-        p_QS = exp2(x_QS, scale, -scale * new_max_Q1)
-        decay_Q1 = exp2(max_Q1 - new_max_Q1, scale, 0.0)
-        v_SH = v_ref[b, keys, h, :]
-        out_QH = out_QH * decay_Q1 + triton.dot(p_QS.astype(v_SH.dtype), v_SH)
-        return new_max_Q1, sum_Q1 * decay_Q1 + p_QS.sum(axis=1, keepdims=True), out_QH
+    def visit(sums, keys, end):
+        k_SH, v_SH = (_tokens(ref, b, keys, end, h, slice(None)) for ref in (k_ref, v_ref))
+        x_QS = triton.dot(q_QH, k_SH.T)
+        if end is not None:
+            x_QS = jnp.where(_seen(rows, b, queries, keys, 0, window, end), x_QS, -jnp.inf)
+        return triton.add_tile(sums, x_QS, v_SH, interpret=interpret)
 
-    # The maximum stays so far above MASKED that this has no weight, however products are rounded.
-    none = jnp.full((Q, 1), MASKED / 2), jnp.zeros((Q, 1)), jnp.zeros(q_QH.shape)
-    max_Q1, sum_Q1, out_QH = _visit(ranges_ref, b, i, 1, visit, none)
-    sum_Q1 = jnp.where(sum_Q1 > 0, sum_Q1, 1.0)
-    out_ref[b, queries, n, :] = (out_QH / sum_Q1).astype(out_ref.dtype)
-    norm_ref[b, n, queries] = (max_Q1 * scale + jnp.log2(sum_Q1))[:, 0]
+    none = tiles.nothing(q_QH.shape[:1], q_QH.shape[1])
+    how = {"split": split, "window": window}
+    sums = _walk(
+        *(rows, b, i, tile, visit), lambda sums, run: tiles.add(sums, run(none)), none, **how
+    )
+    out_ref[b, queries, n, :] = tiles.attended(sums).astype(out_ref.dtype)
+    norm_ref[b, n, queries] = sums.power + jnp.log2(jnp.where(sums.sum > 0, sums.sum, 1.0))
 
 
-def _queries_kernel(ranges_ref, rows_ref, *refs, tile, exp2, window):
+def _queries_kernel(rows, *refs, tile, interpret, split, window):
     q_ref, k_ref, v_ref, d_out_ref, norm_ref, dot_ref, d_q_ref = refs
     n, b, i = pl.program_id(0), pl.program_id(1), pl.num_programs(2) - 1 - pl.program_id(2)
-    (Q, S), H = tile, q_ref.shape[3]
+    H = q_ref.shape[3]
     h = lax.div(n, q_ref.shape[2] // k_ref.shape[2])
-    queries = pl.ds(i * Q, Q)
+    queries = pl.ds(i * tile[0], tile[0])
     q_QH, d_out_QH = q_ref[b, queries, n, :], d_out_ref[b, queries, n, :]
     norm_Q1, dot_Q1 = norm_ref[b, n, queries][:, None], dot_ref[b, n, queries][:, None]
 
-    def visit(d_q_QH, j, _, whole):
-        keys = pl.ds(j * S, S)
-        k_SH, v_SH = k_ref[b, keys, h, :], v_ref[b, keys, h, :]
-        p_QS = exp2(triton.dot(q_QH, k_SH.T), H**-0.5 * LOG2_E, -norm_Q1)
-        if not whole:
-            p_QS = jnp.where(_seen(rows_ref, b, queries, keys, 0, window), p_QS, 0.0)
+    def visit(d_q_QH, keys, end):
+        k_SH, v_SH = (_tokens(ref, b, keys, end, h, slice(None)) for ref in (k_ref, v_ref))
+        x_QS = triton.dot(q_QH, k_SH.T)
+        p_QS = triton.exp2(x_QS, H**-0.5 * LOG2_E, -norm_Q1, interpret=interpret)
+        if end is not None:
+            p_QS = jnp.where(_seen(rows, b, queries, keys, 0, window, end), p_QS, 0.0)
         d_x_QS = p_QS * (triton.dot(d_out_QH, v_SH.T) - dot_Q1)
         return d_q_QH + triton.dot(d_x_QS.astype(k_SH.dtype), k_SH)
 
-    d_q_QH = _visit(ranges_ref, b, i, 1, visit, jnp.zeros(q_QH.shape))
+    how = {"split": split, "window": window}
+    d_q_QH = _walk(
+        *(rows, b, i, tile, visit), lambda d_q_QH, run: run(d_q_QH), jnp.zeros(q_QH.shape), **how
+    )
     d_q_ref[b, queries, n, :] = (d_q_QH * H**-0.5).astype(d_q_ref.dtype)
 
 
-def _keys_kernel(ranges_ref, rows_ref, *refs, tile, exp2, window):
+def _keys_kernel(rows, *refs, tile, interpret, window):
     """Has keys first in what it multiplies, so that nothing is transposed but references."""
     q_ref, k_ref, v_ref, d_out_ref, norm_ref, dot_ref, d_k_ref, d_v_ref = refs
     part, b, j = (pl.program_id(axis) for axis in range(3))
@@ -284,21 +302,38 @@ def _keys_kernel(ranges_ref, rows_ref, *refs, tile, exp2, window):
     h = lax.div(part, d_k_ref.shape[2] // k_ref.shape[2])
     keys = pl.ds(j * S, S)
     k_SH, v_SH = k_ref[b, keys, h, :], v_ref[b, keys, h, :]
+    # Tiles of queries: all from the first, those seen whole, and the rest up to the last.
+    until_S = rows[2][b, keys]
+    until = until_S.min()
+    if window is not None:
+        until = jnp.minimum(until, j * S + window)
+    first, last = lax.div(j * S, Q), pl.cdiv(until_S.max(), Q)
+    whole = jnp.minimum(pl.cdiv(j * S + S - 1, Q), last)
+    rest = jnp.maximum(lax.div(until, Q), whole)
 
-    def visit(state, i, g, whole):
+    def visit(index, state, whole_only):
         d_k_SH, d_v_SH = state
+        count, g = lax.div(index, group), lax.rem(index, group)
+        if whole_only:
+            i = whole + count
+        else:
+            i = count + jnp.where(count < whole - first, first, rest - (whole - first))
         queries, n = pl.ds(i * Q, Q), part * group + g
         q_QH, d_out_QH = q_ref[b, queries, n, :], d_out_ref[b, queries, n, :]
         norm_1Q, dot_1Q = norm_ref[b, n, queries][None], dot_ref[b, n, queries][None]
-        p_SQ = exp2(triton.dot(k_SH, q_QH.T), H**-0.5 * LOG2_E, -norm_1Q)
-        if not whole:
-            p_SQ = jnp.where(_seen(rows_ref, b, queries, keys, 1, window), p_SQ, 0.0)
+        x_SQ = triton.dot(k_SH, q_QH.T)
+        p_SQ = triton.exp2(x_SQ, H**-0.5 * LOG2_E, -norm_1Q, interpret=interpret)
+        if not whole_only:
+            p_SQ = jnp.where(_seen(rows, b, queries, keys, 1, window), p_SQ, 0.0)
         d_x_SQ = p_SQ * (triton.dot(v_SH, d_out_QH.T) - dot_1Q)
         d_k_SH += triton.dot(d_x_SQ.astype(q_QH.dtype), q_QH)
         d_v_SH += triton.dot(p_SQ.astype(d_out_QH.dtype), d_out_QH)
         return d_k_SH, d_v_SH
 
-    zero_SH = jnp.zeros(k_SH.shape)
-    d_k_SH, d_v_SH = _visit(ranges_ref, b, j, group, visit, (zero_SH, zero_SH))
+    state = jnp.zeros(k_SH.shape), jnp.zeros(k_SH.shape)
+    for whole_only, count in ((True, rest - whole), (False, whole - first + last - rest)):
+        body = functools.partial(visit, whole_only=whole_only)
+        state = lax.fori_loop(0, count * group, body, state)
+    d_k_SH, d_v_SH = state
     d_k_ref[b, keys, part, :] = (d_k_SH * H**-0.5).astype(d_k_ref.dtype)
     d_v_ref[b, keys, part, :] = d_v_SH.astype(d_v_ref.dtype)

@@ -11,6 +11,7 @@ A kernel gets references to whole arrays in global memory and loads what it need
 loaded are powers of two.
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -19,7 +20,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from models.kernels import tiles
+
 ROWS = 16  # the fewest that a product takes
+SPLIT_TOKENS = 512  # of one head, 128 to 256 KiB of keys and values in bfloat16
 load, store = plgpu.load, plgpu.store  # where a mask is True
 
 
@@ -50,6 +54,24 @@ def call(
         interpret=interpret,
         name=name,
     )(*arrays)
+
+
+def split_tokens(page_tokens: int) -> int:
+    """Counts the tokens of a prompt or response whose keys are added up by `add_tile`."""
+    return max(page_tokens, SPLIT_TOKENS)
+
+
+def add_tile(sums: tiles.Sums, x_QS, v_SH, *, interpret: bool) -> tiles.Sums:
+    """Adds a tile of keys to the sums of those before it; x_QS: q k, -inf for a key that is unseen.
+
+    Weights have the power of all tiles so far, which is the same wherever a split is added up.
+    """
+    scale = math.log2(math.e) * v_SH.shape[1] ** -0.5
+    power_Q = jnp.maximum(sums.power, jnp.ceil(x_QS.max(axis=1) * scale))
+    weight_QS = exp2(x_QS, scale, -power_Q[:, None], interpret=interpret)
+    less_Q = tiles.power_of_two(sums.power - power_Q)
+    out_QH = sums.out * less_Q[:, None] + dot(weight_QS.astype(v_SH.dtype), v_SH)
+    return tiles.Sums(out_QH, sums.sum * less_Q + weight_QS.sum(axis=1), power_Q)
 
 
 def exp2(x, scale: float, shift, *, interpret: bool):
