@@ -124,7 +124,7 @@ def _backward(how, residuals, d_out_BTNH):
     parts = 1 if B * K * T // tile_of_keys[1] >= FEW else N // K
     d_BTLH = like(k_BTKH, (B, T, K * parts, H), k_BTKH.dtype if parts == 1 else jnp.float32)
     gradients = _call(
-        *(_keys_kernel, tile_of_keys, how, *arrays),
+        *(_keys_kernel, tile_of_keys, how, _bounds(rows[2], tile_of_keys, how[1]), *arrays),
         grid=(K * parts, B, T // tile_of_keys[1]),
         out_shape=[d_BTLH, d_BTLH],
         name="flash_attention_d_keys",
@@ -183,29 +183,64 @@ def _rows(segment_BT, branch_BT, position_BT, *, Q: int, split: int, window: int
     return jnp.stack(block, axis=2), ends[1], until_BT, position_BT
 
 
-def _walk(rows, b, i, tile, visit, add_split, state, *, split: int, window: int | None):
-    """Visits the tiles of keys that block i of queries sees, which begin where parts begin.
+def _bounds(until_BT, tile, window: int | None):
+    """Finds the tiles of queries that see one of keys, from the first to the last: bounds_BJX.
 
-    They are visited in their order, split by split: state = add_split(state, run), where
-    run(state) is state = visit(state, keys, end) for all tiles of a split: keys of its part lie
-    before `end`, which is None where the queries see all of them.
+    Those between the other two bounds see all of it.
+    """
+    Q, S, *_ = tile
+    until_BJS = until_BT.reshape(len(until_BT), -1, S)
+    begin_J, until_BJ = jnp.arange(0, until_BT.shape[1], S), until_BJS.min(axis=2)
+    if window is not None:
+        until_BJ = jnp.minimum(until_BJ, begin_J + window)
+    last_BJ = pl.cdiv(until_BJS.max(axis=2), Q)
+    whole_BJ = jnp.minimum(pl.cdiv(begin_J + S - 1, Q), last_BJ)
+    bounds = begin_J // Q + 0 * last_BJ, whole_BJ, jnp.maximum(until_BJ // Q, whole_BJ), last_BJ
+    return jnp.stack(bounds, axis=2)
+
+
+def _walk(rows, keys_and_values, where, tile, visit, add_split, state, *, split, window):
+    """Visits the tiles of keys that a block of queries sees, which begin where parts begin.
+
+    where: row, block and key head. Tiles are visited in their order, split by split: state =
+    add_split(state, run), where run(state) is state = visit(state, k_SH, v_SH, seen_QS) for the
+    tiles of a split; seen_QS is None where the queries see all of it.
     """
     block_ref, end_ref, until_ref, position_ref = rows
-    (Q, S), begin = tile, i * tile[0]
+    (b, i, h), (Q, S) = where, tile
+    begin = i * Q
+    query_Q1 = begin + jnp.arange(Q)[:, None]
 
     def next_split(carry):
         place, state = carry
         end = jnp.minimum(place + split, end_ref[b, place])
         until = until_ref[b, end - 1]
+        last_Q1 = jnp.where(query_Q1 < until, jnp.minimum(query_Q1, end - 1), -1)
         last = jnp.where(until > begin, pl.cdiv(jnp.minimum(end, begin + Q) - place, S), 0)
-        seen = jnp.minimum(end, jnp.where(until >= begin + Q, begin + 1, 0))
-        first, whole, rest = 0, 0, jnp.maximum(lax.div(seen - place, S), 0)
+        seen = jnp.minimum(end, jnp.where(until >= begin + Q, begin + 1, 0)) - place
+        bounds = [0, 0, lax.div(jnp.maximum(seen, 0), S), last]
         if window is not None:
-            least, largest = (block_ref[b, i, x] - position_ref[b, place] for x in (3, 4))
-            first = jnp.where(place < begin, lax.div(jnp.maximum(least - window + 1, 0), S), 0)
-            whole = jnp.maximum(first, pl.cdiv(jnp.maximum(largest - window + 1, 0), S))
-            rest = jnp.maximum(whole, rest)
-        bounds = jnp.minimum(first, last), jnp.minimum(whole, last), jnp.minimum(rest, last), last
+            before = window - 1 + position_ref[b, place]
+            first_Q1 = place + (position_ref[b, pl.ds(begin, Q)] - before)[:, None]
+            least, largest = (jnp.maximum(block_ref[b, i, x] - before, 0) for x in (3, 4))
+            bounds[0] = jnp.where(place < begin, lax.div(least, S), 0)
+            bounds[1] = jnp.maximum(bounds[0], pl.cdiv(largest, S))
+            bounds[2] = jnp.maximum(bounds[1], bounds[2])
+        bounds = [jnp.minimum(bound, last) for bound in bounds]
+
+        def visit_tile(tile, state, whole):
+            keys, seen_QS, mask = pl.ds(place + tile * S, S), None, None
+            if not whole:
+                key_S = keys.start + jnp.arange(S)
+                seen_QS, mask = key_S <= last_Q1, (key_S < end)[:, None]
+                if window is not None:
+                    seen_QS &= key_S >= first_Q1
+            other = None if whole else 0.0
+            k_SH, v_SH = (
+                triton.load(ref.at[b, keys, h, :], mask=mask, other=other)
+                for ref in keys_and_values
+            )
+            return visit(state, k_SH, v_SH, seen_QS)
 
         def run(state):
             for k in range(window is None, 3):
@@ -213,35 +248,11 @@ def _walk(rows, b, i, tile, visit, add_split, state, *, split: int, window: int 
                 state = lax.fori_loop(bounds[k], bounds[k + 1], body, state)
             return state
 
-        def visit_tile(tile, state, whole):
-            return visit(state, pl.ds(place + tile * S, S), None if whole else end)
-
         after = jnp.where(end == block_ref[b, i, 1], block_ref[b, i, 2], end)
         return after, add_split(state, run)
 
     carry = block_ref[b, i, 0], state
     return lax.while_loop(lambda carry: carry[0] < begin + Q, next_split, carry)[1]
-
-
-def _tokens(ref, b, keys, end, *where):
-    """Loads what belongs to a tile of keys, or to those before `end`."""
-    if end is None:
-        return ref[b, keys, *where]
-    is_there = keys.start + jnp.arange(keys.size) < end
-    mask = is_there[:, None] if where else is_there
-    return triton.load(ref.at[b, keys, *where], mask=mask, other=0)
-
-
-def _seen(rows, b, queries, keys, axis: int, window: int | None, end=None):
-    """Says what the tokens of a tile of queries, which are along this axis, see of one of keys."""
-    _, _, until_ref, position_ref = rows
-    query = jnp.expand_dims(queries.start + jnp.arange(queries.size), 1 - axis)
-    key = jnp.expand_dims(keys.start + jnp.arange(keys.size), axis)
-    seen = (query >= key) & (query < jnp.expand_dims(_tokens(until_ref, b, keys, end), axis))
-    if window is None:
-        return seen
-    query, key = position_ref[b, queries], _tokens(position_ref, b, keys, end)
-    return seen & (jnp.expand_dims(query, 1 - axis) - jnp.expand_dims(key, axis) < window)
 
 
 def _forward_kernel(rows, *refs, tile, interpret, split, window):
@@ -252,17 +263,18 @@ def _forward_kernel(rows, *refs, tile, interpret, split, window):
     queries = pl.ds(i * tile[0], tile[0])
     q_QH = q_ref[b, queries, n, :]
 
-    def visit(sums, keys, end):
-        k_SH, v_SH = (_tokens(ref, b, keys, end, h, slice(None)) for ref in (k_ref, v_ref))
+    def visit(sums, k_SH, v_SH, seen_QS):
         x_QS = triton.dot(q_QH, k_SH.T)
-        if end is not None:
-            x_QS = jnp.where(_seen(rows, b, queries, keys, 0, window, end), x_QS, -jnp.inf)
+        if seen_QS is not None:
+            x_QS = jnp.where(seen_QS, x_QS, -jnp.inf)
         return triton.add_tile(sums, x_QS, v_SH, interpret=interpret)
 
     none = tiles.nothing(q_QH.shape[:1], q_QH.shape[1])
-    how = {"split": split, "window": window}
     sums = _walk(
-        *(rows, b, i, tile, visit), lambda sums, run: tiles.add(sums, run(none)), none, **how
+        *(rows, (k_ref, v_ref), (b, i, h), tile, visit),
+        *(lambda sums, run: tiles.add(sums, run(none)), none),
+        split=split,
+        window=window,
     )
     out_ref[b, queries, n, :] = tiles.attended(sums).astype(out_ref.dtype)
     norm_ref[b, n, queries] = sums.power + jnp.log2(jnp.where(sums.sum > 0, sums.sum, 1.0))
@@ -277,23 +289,24 @@ def _queries_kernel(rows, *refs, tile, interpret, split, window):
     q_QH, d_out_QH = q_ref[b, queries, n, :], d_out_ref[b, queries, n, :]
     norm_Q1, dot_Q1 = norm_ref[b, n, queries][:, None], dot_ref[b, n, queries][:, None]
 
-    def visit(d_q_QH, keys, end):
-        k_SH, v_SH = (_tokens(ref, b, keys, end, h, slice(None)) for ref in (k_ref, v_ref))
+    def visit(d_q_QH, k_SH, v_SH, seen_QS):
         x_QS = triton.dot(q_QH, k_SH.T)
         p_QS = triton.exp2(x_QS, H**-0.5 * LOG2_E, -norm_Q1, interpret=interpret)
-        if end is not None:
-            p_QS = jnp.where(_seen(rows, b, queries, keys, 0, window, end), p_QS, 0.0)
+        if seen_QS is not None:
+            p_QS = jnp.where(seen_QS, p_QS, 0.0)
         d_x_QS = p_QS * (triton.dot(d_out_QH, v_SH.T) - dot_Q1)
         return d_q_QH + triton.dot(d_x_QS.astype(k_SH.dtype), k_SH)
 
-    how = {"split": split, "window": window}
     d_q_QH = _walk(
-        *(rows, b, i, tile, visit), lambda d_q_QH, run: run(d_q_QH), jnp.zeros(q_QH.shape), **how
+        *(rows, (k_ref, v_ref), (b, i, h), tile, visit),
+        *(lambda d_q_QH, run: run(d_q_QH), jnp.zeros(q_QH.shape)),
+        split=split,
+        window=window,
     )
     d_q_ref[b, queries, n, :] = (d_q_QH * H**-0.5).astype(d_q_ref.dtype)
 
 
-def _keys_kernel(rows, *refs, tile, interpret, window):
+def _keys_kernel(bounds_ref, rows, *refs, tile, interpret, window):
     """Has keys first in what it multiplies, so that nothing is transposed but references."""
     q_ref, k_ref, v_ref, d_out_ref, norm_ref, dot_ref, d_k_ref, d_v_ref = refs
     part, b, j = (pl.program_id(axis) for axis in range(3))
@@ -302,14 +315,11 @@ def _keys_kernel(rows, *refs, tile, interpret, window):
     h = lax.div(part, d_k_ref.shape[2] // k_ref.shape[2])
     keys = pl.ds(j * S, S)
     k_SH, v_SH = k_ref[b, keys, h, :], v_ref[b, keys, h, :]
-    # Tiles of queries: all from the first, those seen whole, and the rest up to the last.
-    until_S = rows[2][b, keys]
-    until = until_S.min()
+    first, whole, rest, last = (bounds_ref[b, j, x] for x in range(4))
+    _, _, until_ref, position_ref = rows
+    key_S1, until_S1 = j * S + jnp.arange(S)[:, None], until_ref[b, keys][:, None]
     if window is not None:
-        until = jnp.minimum(until, j * S + window)
-    first, last = lax.div(j * S, Q), pl.cdiv(until_S.max(), Q)
-    whole = jnp.minimum(pl.cdiv(j * S + S - 1, Q), last)
-    rest = jnp.maximum(lax.div(until, Q), whole)
+        position_S1 = position_ref[b, keys][:, None]
 
     def visit(index, state, whole_only):
         d_k_SH, d_v_SH = state
@@ -324,7 +334,11 @@ def _keys_kernel(rows, *refs, tile, interpret, window):
         x_SQ = triton.dot(k_SH, q_QH.T)
         p_SQ = triton.exp2(x_SQ, H**-0.5 * LOG2_E, -norm_1Q, interpret=interpret)
         if not whole_only:
-            p_SQ = jnp.where(_seen(rows, b, queries, keys, 1, window), p_SQ, 0.0)
+            query_1Q = queries.start + jnp.arange(Q)[None]
+            seen_SQ = (key_S1 <= query_1Q) & (query_1Q < until_S1)
+            if window is not None:
+                seen_SQ &= position_ref[b, queries][None] - position_S1 < window
+            p_SQ = jnp.where(seen_SQ, p_SQ, 0.0)
         d_x_SQ = p_SQ * (triton.dot(v_SH, d_out_QH.T) - dot_1Q)
         d_k_SH += triton.dot(d_x_SQ.astype(q_QH.dtype), q_QH)
         d_v_SH += triton.dot(p_SQ.astype(d_out_QH.dtype), d_out_QH)
