@@ -179,7 +179,7 @@ def _rows(segment_BT, branch_BT, position_BT, *, Q: int, split: int, window: int
             hidden = least - window + 1 - at(position_BT, block[x])
             block[x] += jnp.maximum(hidden, 0) // split * split
         block[0] = jnp.where(block[0] < block[1], block[0], block[2])
-        block += [least, position_BIQ.max(axis=2)]
+        block += [least]
     return jnp.stack(block, axis=2), ends[1], until_BT, position_BT
 
 
@@ -209,44 +209,40 @@ def _walk(rows, keys_and_values, where, tile, visit, add_split, state, *, split,
     block_ref, end_ref, until_ref, position_ref = rows
     (b, i, h), (Q, S) = where, tile
     begin = i * Q
-    query_Q1 = begin + jnp.arange(Q)[:, None]
 
     def next_split(carry):
         place, state = carry
         end = jnp.minimum(place + split, end_ref[b, place])
         until = until_ref[b, end - 1]
-        last_Q1 = jnp.where(query_Q1 < until, jnp.minimum(query_Q1, end - 1), -1)
         last = jnp.where(until > begin, pl.cdiv(jnp.minimum(end, begin + Q) - place, S), 0)
-        seen = jnp.minimum(end, jnp.where(until >= begin + Q, begin + 1, 0)) - place
-        bounds = [0, 0, lax.div(jnp.maximum(seen, 0), S), last]
-        if window is not None:
-            before = window - 1 + position_ref[b, place]
-            first_Q1 = place + (position_ref[b, pl.ds(begin, Q)] - before)[:, None]
-            least, largest = (jnp.maximum(block_ref[b, i, x] - before, 0) for x in (3, 4))
-            bounds[0] = jnp.where(place < begin, lax.div(least, S), 0)
-            bounds[1] = jnp.maximum(bounds[0], pl.cdiv(largest, S))
-            bounds[2] = jnp.maximum(bounds[1], bounds[2])
-        bounds = [jnp.minimum(bound, last) for bound in bounds]
+        if window is None:
+            whole = jnp.minimum(end, jnp.where(until >= begin + Q, begin + 1, 0)) - place
+            first = lax.div(jnp.maximum(whole, 0), S)
+        else:
+            position = window - 1 + position_ref[b, place]
+            hidden = jnp.where(place < begin, block_ref[b, i, 3] - position, 0)
+            first = jnp.minimum(lax.div(jnp.maximum(hidden, 0), S), last)
 
-        def visit_tile(tile, state, whole):
-            keys, seen_QS, mask = pl.ds(place + tile * S, S), None, None
-            if not whole:
-                key_S = keys.start + jnp.arange(S)
-                seen_QS, mask = key_S <= last_Q1, (key_S < end)[:, None]
-                if window is not None:
-                    seen_QS &= key_S >= first_Q1
-            other = None if whole else 0.0
-            k_SH, v_SH = (
-                triton.load(ref.at[b, keys, h, :], mask=mask, other=other)
-                for ref in keys_and_values
-            )
-            return visit(state, k_SH, v_SH, seen_QS)
+        def load(keys, **mask):
+            return (triton.load(ref.at[b, keys, h, :], **mask) for ref in keys_and_values)
+
+        def visit_whole(tile, state):
+            return visit(state, *load(pl.ds(place + tile * S, S)), None)
+
+        def visit_rest(tile, state):
+            keys = pl.ds(place + tile * S, S)
+            query_Q, key_S = begin + jnp.arange(Q), keys.start + jnp.arange(S)
+            last_Q = jnp.where(query_Q < until, jnp.minimum(query_Q, end - 1), -1)
+            seen_QS = key_S <= last_Q[:, None]
+            if window is not None:
+                first_Q = place + position_ref[b, pl.ds(begin, Q)] - position
+                seen_QS &= key_S >= first_Q[:, None]
+            return visit(state, *load(keys, mask=(key_S < end)[:, None], other=0.0), seen_QS)
 
         def run(state):
-            for k in range(window is None, 3):
-                body = functools.partial(visit_tile, whole=k == 1)
-                state = lax.fori_loop(bounds[k], bounds[k + 1], body, state)
-            return state
+            if window is None:
+                state = lax.fori_loop(0, first, visit_whole, state)
+            return lax.fori_loop(first, last, visit_rest, state)
 
         after = jnp.where(end == block_ref[b, i, 1], block_ref[b, i, 2], end)
         return after, add_split(state, run)
