@@ -164,8 +164,7 @@ def _rows(segment_BT, branch_BT, position_BT, *, Q: int, split: int, window: int
     def at(array_BT, where):
         return jnp.take_along_axis(array_BT, where, axis=1)
 
-    first, own = (begin_BT[:, ::Q] for begin_BT in begins)
-    block = [first, jnp.where(first < own, at(ends[1], first), 0), own]
+    block = [begin_BT[:, ::Q] for begin_BT in begins]
     if window is not None:
         # The last queries that see a prompt's last keys are in its last branch.
         last_BT = jnp.maximum(at(begins[1], ends[0] - 1), ends[1])
@@ -175,11 +174,11 @@ def _rows(segment_BT, branch_BT, position_BT, *, Q: int, split: int, window: int
         segment_BIQ, position_BIQ = (a.reshape(len(a), -1, Q) for a in (segment_BT, position_BT))
         is_first_BIQ = segment_BIQ == segment_BIQ[:, :, :1]
         least = jnp.where(is_first_BIQ, position_BIQ, T).min(axis=2)
-        for x in (0, 2):
+        end = at(ends[1], block[0])
+        for x in range(2):
             hidden = least - window + 1 - at(position_BT, block[x])
             block[x] += jnp.maximum(hidden, 0) // split * split
-        block[0] = jnp.where(block[0] < block[1], block[0], block[2])
-        block += [least]
+        block = [jnp.where(block[0] < end, *block), block[1], least]
     return jnp.stack(block, axis=2), ends[1], until_BT, position_BT
 
 
@@ -212,16 +211,15 @@ def _walk(rows, keys_and_values, where, tile, visit, add_split, state, *, split,
 
     def next_split(carry):
         place, state = carry
-        end = jnp.minimum(place + split, end_ref[b, place])
-        until = until_ref[b, end - 1]
-        last = jnp.where(until > begin, pl.cdiv(jnp.minimum(end, begin + Q) - place, S), 0)
+        end = end_ref[b, place]  # of the part
+        until = until_ref[b, jnp.minimum(place + split, end) - 1]
         if window is None:
-            whole = jnp.minimum(end, jnp.where(until >= begin + Q, begin + 1, 0)) - place
-            first = lax.div(jnp.maximum(whole, 0), S)
+            whole = jnp.where(until >= begin + Q, jnp.minimum(end, begin + 1) - place, 0)
+            first = lax.div(jnp.clip(whole, 0, split), S)
         else:
             position = window - 1 + position_ref[b, place]
-            hidden = jnp.where(place < begin, block_ref[b, i, 3] - position, 0)
-            first = jnp.minimum(lax.div(jnp.maximum(hidden, 0), S), last)
+            hidden = jnp.where(place < begin, block_ref[b, i, 2] - position, 0)
+            first = lax.div(jnp.maximum(hidden, 0), S)
 
         def load(keys, **mask):
             return (triton.load(ref.at[b, keys, h, :], **mask) for ref in keys_and_values)
@@ -242,10 +240,12 @@ def _walk(rows, keys_and_values, where, tile, visit, add_split, state, *, split,
         def run(state):
             if window is None:
                 state = lax.fori_loop(0, first, visit_whole, state)
-            return lax.fori_loop(first, last, visit_rest, state)
+            rest = jnp.where(until > begin, jnp.minimum(end, begin + Q) - place, 0)
+            return lax.fori_loop(first, pl.cdiv(jnp.minimum(rest, split), S), visit_rest, state)
 
-        after = jnp.where(end == block_ref[b, i, 1], block_ref[b, i, 2], end)
-        return after, add_split(state, run)
+        state = add_split(state, run)
+        own = jnp.maximum(end, block_ref[b, i, 1])
+        return jnp.where(place + split < end, place + split, own), state
 
     carry = block_ref[b, i, 0], state
     return lax.while_loop(lambda carry: carry[0] < begin + Q, next_split, carry)[1]
