@@ -79,8 +79,8 @@ def exp2(x, scale: float, shift, *, interpret: bool):
 
     The compiler's own exp2 takes four for results below 2 ** -126, and a product and a sum apart.
     """
-    if interpret:
-        return jnp.exp2(x * scale + shift)
+    if interpret:  # the sum first: a CPU rounds a product that it adds to something, or does not
+        return jnp.exp2((x + shift / scale) * scale)
     (power,) = plgpu.elementwise_inline_asm(
         "{ .reg .f32 t; fma.rn.f32 t, $1, $2, $3; ex2.approx.ftz.f32 $0, t; }",
         args=[x, jnp.full(x.shape, scale, x.dtype), jnp.broadcast_to(shift, x.shape)],
