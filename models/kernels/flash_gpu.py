@@ -1,16 +1,17 @@
 """Attention inside packed rows on GPU: FlashAttention-2 in Triton, with segments and branches.
 
 Axis letters beside the model's: Q query and S key tokens of a tile; G = N / K query heads of a
-key/value head; I and J tiles of queries and of keys; X bounds of ranges of tiles.
+key/value head; I and J tiles of queries and of keys; X numbers of a tile.
 
 A program has a tile of queries (forward, gradient of the queries) or of keys (gradients of keys and
-values). It visits first those tiles of the other kind that are seen whole, without a mask, and then
-those on the borders. The backward pass computes the weights again from the softmax's normaliser
-(Dao 2023, arXiv 2307.08691, Algorithm 2). Scores and normaliser are to base 2.
+values). Of the tiles of the other kind those that are seen whole need no mask. The forward pass
+adds up in the order of `tiles`, where a tile is a split of a prompt or a response, of 512 tokens or
+a page, which it adds up S keys at a time: as `paged_gpu` does. The backward pass computes the
+weights again from the softmax's normaliser (Dao 2023, arXiv 2307.08691, Algorithm 2). Scores and
+normaliser are to base 2.
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -23,18 +24,17 @@ from models.kernels.xla import ATTENTION, like, padded
 
 # For the forward pass, the gradient of queries and those of keys, by the bytes of a value and the
 # size of a head that is not exceeded: tiles with the fewest cycles by count of an H100's
-# instructions, among those that spill no registers there, on an A100 and on an RTX 4090. For
-# bfloat16 and 64 the first two are the fastest measured on an H100 at 22,528 tokens. Those of 256
-# are the first of a few that spill none, not counted.
+# instructions, among those that spill no registers in a loop over tiles there, on an A100 and on an
+# RTX 4090: what waits for the end of a split may. Pages have the first's keys at a time, too. For
+# bfloat16 and 64 the first two were the fastest measured on an H100 at 22,528 tokens.
 TILES = {
     (2, 64): ((128, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 2)),
     (2, 128): ((128, 64, 8, 2), (64, 64, 4, 2), (32, 64, 4, 2)),
-    (2, 256): ((64, 32, 8, 1), (32, 32, 4, 1), (32, 32, 8, 1)),
+    (2, 256): ((64, 64, 8, 1), (32, 32, 4, 1), (32, 32, 8, 1)),
     (4, 64): ((32, 32, 4, 2), (32, 16, 4, 2), (32, 16, 4, 2)),
-    (4, 128): ((32, 16, 4, 2), (32, 16, 4, 2), (32, 16, 4, 2)),
-    (4, 256): ((16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
+    (4, 128): ((32, 32, 8, 2), (32, 16, 4, 2), (32, 16, 4, 2)),
+    (4, 256): ((16, 32, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
 }
-LOG2_E = math.log2(math.e)  # makes powers of e powers of 2
 FEW = 512  # programs that may leave a GPU idle until the longest of them ends
 
 
@@ -287,7 +287,7 @@ def _queries_kernel(rows, *refs, tile, interpret, split, window):
 
     def visit(d_q_QH, k_SH, v_SH, seen_QS):
         x_QS = triton.dot(q_QH, k_SH.T)
-        p_QS = triton.exp2(x_QS, H**-0.5 * LOG2_E, -norm_Q1, interpret=interpret)
+        p_QS = triton.exp2(x_QS, triton.scale(H), -norm_Q1, interpret=interpret)
         if seen_QS is not None:
             p_QS = jnp.where(seen_QS, p_QS, 0.0)
         d_x_QS = p_QS * (triton.dot(d_out_QH, v_SH.T) - dot_Q1)
@@ -328,7 +328,7 @@ def _keys_kernel(bounds_ref, rows, *refs, tile, interpret, window):
         q_QH, d_out_QH = q_ref[b, queries, n, :], d_out_ref[b, queries, n, :]
         norm_1Q, dot_1Q = norm_ref[b, n, queries][None], dot_ref[b, n, queries][None]
         x_SQ = triton.dot(k_SH, q_QH.T)
-        p_SQ = triton.exp2(x_SQ, H**-0.5 * LOG2_E, -norm_1Q, interpret=interpret)
+        p_SQ = triton.exp2(x_SQ, triton.scale(H), -norm_1Q, interpret=interpret)
         if not whole_only:
             query_1Q = queries.start + jnp.arange(Q)[None]
             seen_SQ = (key_S1 <= query_1Q) & (query_1Q < until_S1)

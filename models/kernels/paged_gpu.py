@@ -1,15 +1,14 @@
 """Decode attention over pools of key/value pages: Pallas kernels for GPU.
 
 Axis letters: those of `paged_tpu`, but Q query heads of one key/value head, padded; W tokens of a
-tile, F tiles of a page, M pages of a split.
+tile.
 
 This is flash-decoding (Dao et al. 2023, https://crfm.stanford.edu/2023/10/12/flashdecoding.html): a
-slot's live pages, its prompt's and then its response's, are divided into splits of M pages, and a
-program attends to one split for the query heads of one key/value head. It gives what `xla.combine`
-calls a piece, and a second kernel adds up the pieces of a slot, after the tokens that are in no
-page yet. Programs of splits behind a slot's last page end at once, so time follows the tokens that
-are there. Splits have a fixed size and a slot's pieces are added up in order: a slot's bits depend
-on its own tokens alone.
+program attends to one split of a slot's prompt or response, for the query heads of one key/value
+head, and a second kernel adds the splits up, in `tiles`' order: as `flash_gpu` does in rows. Tokens
+that are in no page yet are put in the tile of their place. Programs of splits behind a slot's last
+page end at once, so time follows the tokens that are there, and a slot's bits depend on these
+alone.
 """
 
 import functools
@@ -39,10 +38,11 @@ def paged_attention(
 ):
     """Attends with a token a slot to the slot's closed pages and to its most recent tokens.
 
-    Arguments and result are `paged_tpu.paged_attention`'s. A slot's numbers do not depend on other
-    slots, on X or on which pages it has. The page ids of live pages have to be valid: they are not
-    checked. Beside its arguments it holds a float32 out_BNH for each split of X pages. Raises
-    ValueError (unless interpreted) where H or C is no power of two from 16 on.
+    Arguments and result are `paged_tpu.paged_attention`'s; the recent tokens are of one page. A
+    slot's numbers do not depend on other slots, on X or on which pages it has. The page ids of live
+    pages have to be valid: they are not checked. Beside its arguments it holds a float32 out_BNH
+    for each split of X pages. Raises ValueError (unless interpreted) where H or C is no power of
+    two from 16 on.
     """
     B, N, H = q_BNH.shape
     _, K, C, _ = pool[1].shape
@@ -58,6 +58,7 @@ def paged_attention(
     splits = pl.cdiv(page_BX.shape[1] * C, split) + 1  # the last of the prompt may be a part
     slots = (hidden_B, prompt_tokens_B, tokens_B, page_BX)
     q_rows = q_BNH.reshape(B * N, H)
+    warps = 2 * q_BNH.dtype.itemsize  # float32 would run out of registers with 4
     sizes = {"heads": heads, "split": split, "tile": flash_gpu.tile_tokens(q_BNH, C)}
 
     def rows_of(count, *shape, dtype=jnp.float32):
@@ -65,58 +66,47 @@ def paged_attention(
 
     pieces = triton.call(
         functools.partial(_split_kernel, **sizes, interpret=interpret),
-        *(*slots, q_rows, *prompt_pool, *pool),
+        *(slots, q_rows, prompt_pool, pool),
         grid=(K, B, splits),
         out_shape=[rows_of(splits, H), rows_of(splits), rows_of(splits)],
         name="paged_attention",
         interpret=interpret,
-        warps=2 * q_BNH.dtype.itemsize,  # float32 would run out of registers with 4
+        warps=warps,
         stages=STAGES if H * q_BNH.dtype.itemsize < 1024 else 1,  # of shared memory on small GPUs
     )
     (out_rows,) = triton.call(
         functools.partial(_combine_kernel, **sizes, interpret=interpret),
-        *(*slots, recent_tokens_B, q_rows, *recent, *pool, *pieces),
+        *(slots, recent_tokens_B, q_rows, recent, pool, *pieces),
         grid=(K, B),
         out_shape=[rows_of(1, H, dtype=q_BNH.dtype)],
         name="combine",
         interpret=interpret,
+        warps=warps,
         stages=STAGES,
     )
     return out_rows.reshape(B, N, H)
 
 
-def _split_kernel(
-    hidden_ref,
-    prompt_tokens_ref,
-    tokens_ref,
-    page_ref,
-    q_ref,
-    k_prompts_ref,
-    v_prompts_ref,
-    k_responses_ref,
-    v_responses_ref,
-    *pieces_ref,
-    heads: int,
-    split: int,
-    tile: int,
-    interpret: bool,
-):
+def _split_kernel(slots, q_ref, prompt_pool, pool, *pieces, heads, split, tile, interpret):
     """Attends to one split of a slot's pages, for the query heads of one key/value head."""
     h, b, s = (pl.program_id(axis) for axis in range(3))
-    H, C = k_responses_ref.shape[2:]
+    hidden_ref, prompt_tokens_ref, tokens_ref, page_ref = slots
+    C, H = pool[1].shape[2:]
     prompt_tokens, tokens = prompt_tokens_ref[b], lax.div(tokens_ref[b], tile) * tile
     prompt_splits = pl.cdiv(prompt_tokens, split)
     q_QH, is_head_Q = _queries(q_ref, b, h, heads=heads)
 
-    def attend(k_ref, v_ref, tokens, s, before, hidden, sums):
+    def attend(pool, tokens, s, before, hidden, sums):
         """Adds the tiles of split s of a prompt or a response.
 
         before: the slot's pages before its first. hidden: how many of its first tokens are not
         seen, if any may be.
         """
 
+        k_ref, v_ref = pool
+
         def add_tile(t, sums):
-            page, where = _place_of(t * tile, C, tile)
+            page, where = _place_in_pages(t, C, tile)
             page = page_ref[b, before + page]
             token_W = t * tile + jnp.arange(tile)
             is_live_W = token_W < tokens
@@ -137,43 +127,27 @@ def _split_kernel(
     sums = tiles.nothing(q_QH.shape[:1], H)
     hidden = of_response = None
     if hidden_ref is not None:
-        hidden = hidden_ref[b]
-        of_response = hidden - prompt_tokens
-    sums = attend(k_prompts_ref, v_prompts_ref, prompt_tokens, s, 0, hidden, sums)
-    pool = (k_responses_ref, v_responses_ref, tokens)
-    sums = attend(*pool, s - prompt_splits, pl.cdiv(prompt_tokens, C), of_response, sums)
+        hidden, of_response = hidden_ref[b], hidden_ref[b] - prompt_tokens
+    sums = attend(prompt_pool, prompt_tokens, s, 0, hidden, sums)
+    prompt_pages = pl.cdiv(prompt_tokens, C)
+    sums = attend(pool, tokens, s - prompt_splits, prompt_pages, of_response, sums)
 
     @pl.when(s < prompt_splits + pl.cdiv(tokens, split))
     def _():
         where = _place(s * pl.num_programs(1) + b, h, heads=heads)
-        for ref, sum_Q in zip(pieces_ref, sums, strict=True):
-            mask = is_head_Q[:, None] if len(sum_Q.shape) > 1 else is_head_Q
-            triton.store(ref.at[where], sum_Q, mask=mask)
+        out_ref, *others = pieces
+        triton.store(out_ref.at[where, :], sums.out, mask=is_head_Q[:, None])
+        for ref, value_Q in zip(others, sums[1:], strict=True):
+            triton.store(ref.at[where], value_Q, mask=is_head_Q)
 
 
 def _combine_kernel(
-    hidden_ref,
-    prompt_tokens_ref,
-    tokens_ref,
-    page_ref,
-    recent_tokens_ref,
-    q_ref,
-    k_recent_ref,
-    v_recent_ref,
-    k_ref,
-    v_ref,
-    out_pieces_ref,
-    sum_ref,
-    power_ref,
-    out_ref,
-    *,
-    heads: int,
-    split: int,
-    tile: int,
-    interpret: bool,
+    slots, recent_tokens_ref, q_ref, recent, pool, *refs, heads, split, tile, interpret
 ):
     """Adds the pieces of a slot's splits in order; the last has its recent tokens, too."""
     h, b = (pl.program_id(axis) for axis in range(2))
+    hidden_ref, prompt_tokens_ref, tokens_ref, page_ref = slots
+    (k_recent_ref, v_recent_ref), (k_ref, v_ref), (*pieces, out_ref) = recent, pool, refs
     H, C = k_ref.shape[2:]
     q_QH, is_head_Q = _queries(q_ref, b, h, heads=heads)
     prompt_tokens, tokens = prompt_tokens_ref[b], tokens_ref[b]
@@ -184,30 +158,31 @@ def _combine_kernel(
 
     def piece(s, is_there=True):
         where, mask = _place(s * pl.num_programs(1) + b, h, heads=heads), is_head_Q & is_there
+        out_ref, sum_ref, power_ref = pieces
         return tiles.Sums(
-            triton.load(out_pieces_ref.at[where, :], mask=mask[:, None], other=0.0),
+            triton.load(out_ref.at[where, :], mask=mask[:, None], other=0.0),
             triton.load(sum_ref.at[where], mask=mask, other=0.0),
             triton.load(power_ref.at[where], mask=mask, other=tiles.MASKED),
         )
 
     def add_tile(t, sums):
-        page, where = _place_of(t * tile, C, tile)
+        page, where = _place_in_pages(t, C, tile)
         token_W = t * tile + jnp.arange(tile)
         is_closed_W, is_live_W = token_W < tokens, (token_W < end) & (token_W >= of_response)
         page = page_ref[b, jnp.where(t * tile < tokens, pl.cdiv(prompt_tokens, C) + page, 0)]
         recent_W = jnp.clip(token_W - tokens, 0, k_recent_ref.shape[3] - 1)
         head_H = jnp.arange(H)
-        k_HW = jnp.where(
+        x_QW = jnp.where(
             is_closed_W[None],
-            k_ref[page, h, :, where],
-            k_recent_ref[b, h, head_H[:, None], recent_W[None]],
+            triton.dot(q_QH, k_ref[page, h, :, where]),
+            triton.dot(q_QH, k_recent_ref[b, h, head_H[:, None], recent_W[None]]),
         )
         v_WH = jnp.where(
             is_closed_W[:, None],
             v_ref[page, h, where, :],
             v_recent_ref[b, h, recent_W[:, None], head_H[None]],
         )
-        x_QW = jnp.where(is_live_W[None], triton.dot(q_QH, k_HW), -jnp.inf)
+        x_QW = jnp.where(is_live_W[None], x_QW, -jnp.inf)
         v_WH = jnp.where(is_live_W[:, None], v_WH, 0)
         return triton.add_tile(sums, x_QW, v_WH, interpret=interpret)
 
@@ -225,9 +200,10 @@ def _combine_kernel(
     triton.store(out_ref.at[_place(b, h, heads=heads), :], out_QH, mask=is_head_Q[:, None])
 
 
-def _place_of(token, page_tokens: int, tile: int):
-    """Finds where the tile that begins with a token lies: (page, tokens of it)."""
-    return lax.div(token, page_tokens), pl.ds(lax.rem(token, page_tokens), tile)
+def _place_in_pages(t, page_tokens: int, tile: int):
+    """Finds where tile t of a prompt or a response lies: (page, tokens of it)."""
+    count = page_tokens // tile
+    return lax.div(t, count), pl.ds(lax.rem(t, count) * tile, tile)
 
 
 def _queries(q_ref, b, h, *, heads: int):
