@@ -104,8 +104,8 @@ packed_branch models/kernels/packed.py kernels::test_attention_in_rows_equals_th
 - (of_branch == 0) | (of_branch == branch)
 + (of_branch == 0) | (of_branch <= branch)
 flash_window models/kernels/flash_gpu.py kernels::test_attention_in_rows_equals_the_definition
-- seen & (query - key < window)
-+ seen & (query - key <= window)
+- key_S >= first_Q[:, None]
++ key_S > first_Q[:, None]
 splash_window models/kernels/splash_tpu.py kernels::test_attention_in_rows_equals_the_definition
 - LocalMask((T, T), (window - 1, 0), 0)
 + LocalMask((T, T), (window, 0), 0)

@@ -46,3 +46,13 @@ def test_the_learner_computes_what_the_sampler_recorded(model, dtype, mesh, tmp_
     print((sampled != learned).mean(), abs(sampled - learned).max(), gap)
     np.testing.assert_array_equal(learned, sampled)
     assert gap == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gpus_kernels_do_too(dtype, tmp_path):
+    model = {"compute_dtype": dtype, "kernels": "gpu_interpret"}
+    sampled, learned, gap = both(
+        programs("qwen2", directory("qwen2/tied", tmp_path), mesh=ALONE, model=model)
+    )
+    np.testing.assert_array_equal(learned, sampled)
+    assert gap == 0

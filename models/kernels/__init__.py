@@ -52,7 +52,7 @@ class Kernels:
 
     def of_pages(self, page_tokens: int) -> "Kernels":
         """Has attention in rows add up as that over pages does."""
-        if self.attend_rows is not packed.packed_attention:
+        if not self.shares_prompts:  # splash_tpu has an order of its own
             return self
         return dataclasses.replace(
             self, attend_rows=functools.partial(self.attend_rows, tile_tokens=page_tokens)

@@ -11,6 +11,9 @@ So there is one:
 * Tiles are added in their order. Sums of another power are scaled by a whole power of two, which is
   exact: it changes no digit, whichever of the two is scaled, fused with the addition or not.
 
+A platform says what a tile is and in which order its keys are added up: the same for both sides.
+The GPU's is a split of 512 tokens or a page (`flash_gpu`).
+
 A key that a query does not see has weight 0, which changes no sum. So tiles may be computed with
 other keys between theirs, and with other queries beside.
 

@@ -11,6 +11,7 @@ A kernel gets references to whole arrays in global memory and loads what it need
 loaded are powers of two.
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -19,7 +20,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from models.kernels import tiles
+
 ROWS = 16  # the fewest that a product takes
+SPLIT_TOKENS = 512  # of one head, 128 to 256 KiB of keys and values in bfloat16
 load, store = plgpu.load, plgpu.store  # where a mask is True
 
 
@@ -52,13 +56,36 @@ def call(
     )(*arrays)
 
 
+def split_tokens(page_tokens: int) -> int:
+    """Counts the tokens of a prompt or response whose keys are added up by `add_tile`."""
+    return max(page_tokens, SPLIT_TOKENS)
+
+
+def scale(head_dim: int) -> float:
+    """Gives what makes q k the power of 2 of a weight."""
+    return math.log2(math.e) * head_dim**-0.5
+
+
+def add_tile(sums: tiles.Sums, x_QS, v_SH, *, interpret: bool) -> tiles.Sums:
+    """Adds a tile of keys to the sums of those before it; x_QS: q k, -inf for a key that is unseen.
+
+    Weights have the power of all tiles so far, which is the same wherever a split is added up.
+    """
+    to_base_2 = scale(v_SH.shape[1])
+    power_Q = jnp.maximum(sums.power, jnp.ceil(x_QS.max(axis=1) * to_base_2))
+    weight_QS = exp2(x_QS, to_base_2, -power_Q[:, None], interpret=interpret)
+    less_Q = tiles.power_of_two(sums.power - power_Q)
+    out_QH = sums.out * less_Q[:, None] + dot(weight_QS.astype(v_SH.dtype), v_SH)
+    return tiles.Sums(out_QH, sums.sum * less_Q + weight_QS.sum(axis=1), power_Q)
+
+
 def exp2(x, scale: float, shift, *, interpret: bool):
     """Computes 2 ** (x * scale + shift) by two instructions, for float32; shift is broadcast.
 
     The compiler's own exp2 takes four for results below 2 ** -126, and a product and a sum apart.
     """
-    if interpret:
-        return jnp.exp2(x * scale + shift)
+    if interpret:  # the sum first: a CPU rounds a product that it adds to something, or does not
+        return jnp.exp2((x + shift / scale) * scale)
     (power,) = plgpu.elementwise_inline_asm(
         "{ .reg .f32 t; fma.rn.f32 t, $1, $2, $3; ex2.approx.ftz.f32 $0, t; }",
         args=[x, jnp.full(x.shape, scale, x.dtype), jnp.broadcast_to(shift, x.shape)],
