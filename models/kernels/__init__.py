@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from models.kernels import (
     cpu,
     flash_gpu,
+    flash_tpu,
     packed,
     paged_gpu,
     paged_tpu,
     pages_tpu,
-    splash_tpu,
     triton,
     xla,
 )
@@ -88,7 +88,7 @@ def _tiles(mib: int) -> dict[str, object]:
 
 def _tpu(*, interpret: bool) -> Kernels:
     return Kernels(
-        attend_rows=functools.partial(splash_tpu.splash_attention, interpret=interpret),
+        attend_rows=functools.partial(flash_tpu.flash_attention, interpret=interpret),
         shares_prompts=False,
         attend_pages=functools.partial(paged_tpu.paged_attention, interpret=interpret),
         write_pages=functools.partial(pages_tpu.write_pages, interpret=interpret),

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 
 MASKED = -1e30  # finite: a query with nothing to attend to gives a uniform softmax, never NaN
+LEAST = -1e29  # the power of no key: above MASKED, so that what is not seen has weight 0
 LEAST_POWER = -127  # of float32's numbers, and below
 
 
@@ -68,6 +69,13 @@ def add(one: Sums, other: Sums) -> Sums:
     a, b = power_of_two(one.power - power), power_of_two(other.power - power)
     out = one.out * a[..., None] + other.out * b[..., None]
     return Sums(out, one.sum * a + other.sum * b, power)
+
+
+def added(one, other):
+    """Adds sums as `add` does: (power, *sums) of keys and of others, of the same number of axes."""
+    power = jnp.maximum(one[0], other[0])
+    a, b = power_of_two(one[0] - power), power_of_two(other[0] - power)
+    return power, *(x * a + y * b for x, y in zip(one[1:], other[1:], strict=True))
 
 
 def attended(sums: Sums):
