@@ -108,8 +108,8 @@ def value_and_gradient(attend, arrays, segment_BT, branch_BT=None, window=None, 
     return value, gradients, out_BTNH
 
 
-# Tokens of responses and of prompts in pages of C: neither, either, one token, part of a page,
-# whole pages, and more blocks than are read ahead.
+# Tokens of responses, then rounded to whole blocks of 8, and of prompts in pages of C: neither,
+# either, one token, part of a page, whole pages, and more blocks than are read ahead.
 LENGTHS_IN_PAGES = (1.3, 6.2, 0.0, 7.0, 0.1, 11.6, 0.0, 1.0, 0.0, 3.4, 1.5)
 PROMPTS_IN_PAGES = (0.5, 1.2, 1.2, 2.0, 0.0, 0.7, 0.0, 3.1, 0.1, 0.0, 1.0)
 
@@ -132,19 +132,19 @@ def make_pages(attend, N, K, H, C, dtype, window) -> Pages:
     """A case; the prompts of the second and the third slot are one, in the same pages."""
     rng = np.random.default_rng(0)
     tokens_B, prompt_tokens_B = (
-        np.round(np.array(lengths) * C).astype(np.int32)
-        for lengths in (LENGTHS_IN_PAGES, PROMPTS_IN_PAGES)
+        np.round(np.array(lengths) * C / whole).astype(np.int32) * whole
+        for lengths, whole in ((LENGTHS_IN_PAGES, 8), (PROMPTS_IN_PAGES, 1))
     )
     B = len(tokens_B)
     # With pages of 16 tokens a window of 33 of the sixth slot begins with the last of a page.
-    recent_tokens_B = 1 + np.arange(B, dtype=np.int32) % 6
+    recent_tokens_B = 1 + np.arange(2, B + 2, dtype=np.int32) % 8
     end_B = prompt_tokens_B + tokens_B + recent_tokens_B
     unseen_B = end_B - (end_B if window is None else window)
 
     def normal(*shape):
         return rng.normal(size=shape).astype(dtype)
 
-    def pool(tokens_B, unseen_B):
+    def pool(tokens_B, unseen_B, recent_B):
         """(pages, page_BJ, of_B) of so many tokens a slot; entries without any name any page."""
         pages_B = -(-tokens_B // C)
         P = pages_B.sum() + 5
@@ -156,13 +156,15 @@ def make_pages(attend, N, K, H, C, dtype, window) -> Pages:
             for j, start in enumerate(range(0, tokens_B[b], C)):
                 page_BJ[b, j] = next(free)
                 end = min(start + C, tokens_B[b])
-                if end > unseen_B[b]:
+                if min(start + C, tokens_B[b] + recent_B[b]) > unseen_B[b]:
                     pages_2PKCH[:, page_BJ[b, j], :, : end - start] = of_2KSH[:, :, start:end]
         return (pages_2PKCH[0].swapaxes(2, 3), pages_2PKCH[1]), page_BJ, of_B
 
-    prompt_pool, prompt_BI, prompt_of_B = pool(prompt_tokens_B, unseen_B)
+    prompt_pool, prompt_BI, prompt_of_B = pool(prompt_tokens_B, unseen_B, 0 * tokens_B)
     prompt_BI[1], prompt_of_B[1] = prompt_BI[2], prompt_of_B[2]
-    response_pool, response_BJ, response_of_B = pool(tokens_B, unseen_B - prompt_tokens_B)
+    response_pool, response_BJ, response_of_B = pool(
+        tokens_B, unseen_B - prompt_tokens_B, recent_tokens_B
+    )
     table = PageTable(prompt_BI, response_BJ, prompt_tokens_B, tokens_B, np.arange(B))
     recent_2BKSH = normal(2, B, K, 8, H)
     given = {
