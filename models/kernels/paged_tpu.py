@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from models.kernels.pages_tpu import LANES, as_stored, token_axes
-from models.kernels.tiles import LEAST, MASKED, added
+from models.kernels.tiles import LEAST, MASKED, power_of_two
 from models.kernels.xla import like, window_pages
 
 BLOCK_BYTES = 256 * 1024  # of the keys of a block, and as much of its values
@@ -68,7 +68,7 @@ def paged_attention(
         )
     k_token_axis, v_token_axis = axes = token_axes(C, H)
     pools = (*as_stored(*prompt_pool, axes), *as_stored(*pool, axes))
-    recent = as_stored(*recent, axes)
+    recent = recent[0].swapaxes(2, 3), recent[1]
 
     def of_slots(*shape, **kwargs):
         return pl.BlockSpec((S, *shape), lambda step, *_: (step,) + (0,) * len(shape), **kwargs)
@@ -137,7 +137,7 @@ def _kernel(
 ):
     """Computes the slots [first, end). An item (slot, block, buffer) is a block to read."""
     S, K, Q, H = q_ref.shape
-    M, C = v_ref.shape[1], v_ref.shape[3 + v_token_axis]
+    R, M, C = v_recent_ref.shape[2], v_ref.shape[1], v_ref.shape[3 + v_token_axis]
     first = pl.program_id(0) * S
     end = jnp.minimum(first + S, tokens_ref.shape[0])
     pools = ((k_prompts_ref, v_prompts_ref), (k_responses_ref, v_responses_ref))
@@ -219,33 +219,39 @@ def _kernel(
             )
             return jnp.clip(left, 0, C)
 
+        last_prompt, last = of_prompt - 1, pages - 1
+        of_last_prompt, closed = live_tokens(last_prompt), (live_tokens(last) - 1) // R * R
+        prompt_block, last_block = last_prompt // M, last // M
+
         def attend_block(block, carry):
             item, buffer, state = carry
             item = start(item)
             wait((slot, block, buffer))
 
-            def put(page, live, new_ref, ref, axis):
-                """Replaces the tokens of a page from `live` on."""
-                is_here = (page >= block * M) & (page < block * M + M)
-
-                @pl.when(is_here & (live < C))
-                def _():
-                    old = ref[buffer, page - block * M]
-                    new = jnp.zeros_like(old)
-                    if new_ref is not None:
-                        new = new_ref[slot - first]
-                        new = jnp.concatenate([new] * (C // new.shape[axis]), axis=axis)
-                    token = lax.broadcasted_iota(jnp.int32, old.shape, axis)
-                    ref[buffer, page - block * M] = jnp.where(token < live, old, new)
+            def put(ref, page, token_axis, begin, new_KCH):
+                """Replaces the tokens of a page from its `begin` on."""
+                old = ref[buffer, page - block * M]
+                token = lax.broadcasted_iota(jnp.int32, old.shape, 1 + token_axis)
+                new = new_KCH if token_axis == 0 else new_KCH.swapaxes(1, 2)
+                ref[buffer, page - block * M] = jnp.where(token < begin, old, new)
 
             # What does not live may be anything, NaN included, and 0 * NaN is NaN.
-            put(of_prompt - 1, live_tokens(of_prompt - 1), None, v_ref, 1 + v_token_axis)
-            R = v_recent_ref.shape[2 + v_token_axis]
-            closed = (live_tokens(pages - 1) - 1) // R * R
-            put(pages - 1, closed, k_recent_ref, k_ref, 1 + k_token_axis)
-            put(pages - 1, closed, v_recent_ref, v_ref, 1 + v_token_axis)
+            @pl.when(block == prompt_block)
+            def _():
+                zeros_KCH = jnp.zeros((K, C, H), v_ref.dtype)
+                put(v_ref, last_prompt, v_token_axis, of_last_prompt, zeros_KCH)
+
+            @pl.when(block == last_block)
+            def _():
+                for ref, token_axis, recent_ref in (
+                    (k_ref, k_token_axis, k_recent_ref),
+                    (v_ref, v_token_axis, v_recent_ref),
+                ):
+                    everywhere = jnp.concatenate([recent_ref[slot - first]] * (C // R), axis=1)
+                    put(ref, last, token_axis, closed, everywhere)
+
             live_M = [live_tokens(block * M + m) for m in range(M)]
-            x_ZC, seen_ZC = [], []
+            x_ZC = []
             for h in range(K):
                 for m, live in enumerate(live_M):
                     x_QC = _dot(q_ref[slot - first, h], k_ref[buffer, m, h], 1 - k_token_axis)
@@ -256,21 +262,30 @@ def _kernel(
                     x_ZC.append(jnp.where(seen_QC, x_QC * scale, MASKED))
             x_ZC = jnp.concatenate(x_ZC)
             power_Z1 = jnp.maximum(jnp.ceil(x_ZC.max(axis=1, keepdims=True)), LEAST)
+            power_K = [
+                functools.reduce(jnp.maximum, jnp.split(powers, M), state[h][0])
+                for h, powers in enumerate(jnp.split(power_Z1, K))
+            ]
+            largest_Z1 = jnp.concatenate([power for power in power_K for _ in range(M)])
+            scale_Z1 = power_of_two(power_Z1 - largest_Z1)
             weight_ZC = jnp.exp2(x_ZC - power_Z1)
             sum_ZL = _dot(weight_ZC.astype(v_ref.dtype), jnp.ones((C, LANES), v_ref.dtype), 0)
-            state = list(state)
-            for h in range(K):
+            new_state = []
+            for h, (power_Q1, sum_QL, out_QH) in enumerate(state):
+                scale_Q1 = power_of_two(power_Q1 - power_K[h])
+                sum_QL, out_QH = sum_QL * scale_Q1, out_QH * scale_Q1
                 for m, live in enumerate(live_M):
                     z = slice((h * M + m) * Q, (h * M + m + 1) * Q)
                     weight_QC = weight_ZC[z].astype(v_ref.dtype)
-                    out_QH = _dot(weight_QC, v_ref[buffer, m, h], v_token_axis)
-                    out_QH = jnp.where(live > 0, out_QH, 0.0)
-                    state[h] = added(state[h], (power_Z1[z], sum_ZL[z], out_QH))
-            return item, lax.rem(buffer + 1, BUFFERS), state
+                    part_QH = _dot(weight_QC, v_ref[buffer, m, h], v_token_axis)
+                    sum_QL += sum_ZL[z] * scale_Z1[z]
+                    out_QH += jnp.where(live > 0, part_QH * scale_Z1[z], 0.0)
+                new_state.append((power_K[h], sum_QL, out_QH))
+            return item, lax.rem(buffer + 1, BUFFERS), new_state
 
         nothing = jnp.full((Q, 1), LEAST), jnp.zeros((Q, LANES)), jnp.zeros((Q, H))
         carry = (*carry, [nothing] * K)
-        item, buffer, state = lax.fori_loop(0, pl.cdiv(pages, M), attend_block, carry)
+        item, buffer, state = lax.fori_loop(0, last_block + 1, attend_block, carry)
         for h, (_, sum_QL, out_QH) in enumerate(state):
             out_ref[slot - first, h] = (out_QH / sum_QL[:, :1]).astype(out_ref.dtype)
         return item, buffer
