@@ -17,7 +17,16 @@ from processes import ROOT, ran
 from quick import jit
 
 from dapo_jax.preflight.compile import CUDA, LIBTPU
-from models.kernels import KERNELS, flash_gpu, flash_tpu, kernels_for, packed, paged_gpu, paged_tpu
+from models.kernels import (
+    KERNELS,
+    OPTIONS,
+    flash_gpu,
+    flash_tpu,
+    kernels_for,
+    packed,
+    paged_gpu,
+    paged_tpu,
+)
 from models.kernels.xla import PageTable, attention, near_attention, open_pages, page_order
 from models.precision import Weights
 from models.qwen2 import PRESETS, Qwen2Config
@@ -115,14 +124,14 @@ PROMPTS_IN_PAGES = (0.5, 1.2, 1.2, 2.0, 0.0, 0.7, 0.0, 3.1, 0.1, 0.0, 1.0)
 
 
 class Pages(NamedTuple):
-    """A kernel, its arguments by name, and the (k, v)_2KSH that each slot looks at.
+    """A kernel, its arguments by name, and each slot's prompt and response, (k, v)_2KSH.
 
-    Whatever no slot looks at is NaN.
+    Whatever no slot looks at is NaN in the pages.
     """
 
     attend: Callable
     given: dict[str, Any]
-    seen_B: list[np.ndarray]
+    parts_B: list[tuple[np.ndarray, np.ndarray]]
 
     def __call__(self, **changes):
         return np.asarray(self.attend(*(self.given | changes).values()))
@@ -178,9 +187,9 @@ def make_pages(attend, N, K, H, C, dtype, window) -> Pages:
         "tokens_B": tokens_B,
     }
     recent_of_B = [recent_2BKSH[:, b, :, :count] for b, count in enumerate(recent_tokens_B)]
-    all_of_B = zip(prompt_of_B, response_of_B, recent_of_B, strict=True)
-    seen_B = [np.concatenate(parts, axis=2)[:, :, -(window or 0) :] for parts in all_of_B]
-    return Pages(attend, given, seen_B)
+    responses = zip(response_of_B, recent_of_B, strict=True)
+    response_of_B = [np.concatenate(parts, axis=2) for parts in responses]
+    return Pages(attend, given, list(zip(prompt_of_B, response_of_B, strict=True)))
 
 
 BLOCK = 128  # of the TPU's attention in rows
@@ -239,9 +248,7 @@ def test_pages_are_as_large_as_the_kernels_need(name, head_size, pages):
         ("flash_tpu", MANY, None, 128, None),
     ],
 )
-def test_attention_in_rows_equals_the_definition(
-    kernel, segment_BT, branch_BT, head_dim, window
-):
+def test_attention_in_rows_equals_the_definition(kernel, segment_BT, branch_BT, head_dim, window):
     """Segments end on borders of blocks and elsewhere; padding fills whole rows, too.
 
     A window is counted by position: a response of a prompt stands behind others of it.
@@ -364,12 +371,13 @@ PAGES = {  # heads, key heads, head size, tokens of a page, dtype
     "gpu, pages of two tiles": (paged_gpu, (14, 2, 16, 64, HALF)),
     "tpu, grouped": (paged_tpu, (6, 2, 16, 16, WHOLE)),
     "tpu, one key head": (paged_tpu, (5, 1, 128, 64, HALF)),
+    "tpu, heads of their own": (paged_tpu, (3, 3, 64, 48, WHOLE)),
     # The head is small and the page is not: on TPU its tokens are stored last.
     "tpu, tokens last": (paged_tpu, (14, 2, 64, 128, HALF)),
 }
 
 
-def case(name, *, window=None, **how):
+def case(name, *, window=None, jit=jit, **how):
     kernel, sizes = PAGES[name]
     if name != "xla":
         kernel = functools.partial(kernel.paged_attention, **{"interpret": True} | how)
@@ -393,7 +401,8 @@ def test_attention_over_pages_equals_the_definition(name, window):
     # In bfloat16 the weights are rounded once more than in the reference, and the result is.
     rounding = 1e-5 if q_BNH.dtype == jnp.float32 else 1e-2
     _, N, H = q_BNH.shape
-    for q_NH, out_NH, seen_2KSH in zip(q_BNH, out_BNH, pages.seen_B, strict=True):
+    for q_NH, out_NH, parts in zip(q_BNH, out_BNH, pages.parts_B, strict=True):
+        seen_2KSH = np.concatenate(parts, axis=2)[:, :, -(window or 0) :]
         k_NSH, v_NSH = np.repeat(seen_2KSH.astype(np.float32), N // seen_2KSH.shape[1], axis=1)
         score_NS = np.einsum("NH,NSH->NS", q_NH.astype(np.float32), k_NSH) / np.sqrt(H)
         weight_NS = np.exp(score_NS) / np.exp(score_NS).sum(axis=1, keepdims=True)
@@ -401,6 +410,51 @@ def test_attention_over_pages_equals_the_definition(name, window):
         np.testing.assert_allclose(
             out_NH.astype(np.float32), expected_NH, rtol=rounding, atol=rounding
         )
+
+
+as_run = functools.partial(jax.jit, compiler_options=OPTIONS["cpu"])
+
+
+def same_in_rows(pages: Pages, attend, window, multiple: int):
+    """Attends in rows to what the slots of pages see: out_BNH of their queries.
+
+    Prompts and responses begin at multiples of so many tokens, with anything between them.
+    """
+    rng, q_BNH = np.random.default_rng(2), pages.given["q_BNH"]
+    T = 16 * pages.given["pool"][1].shape[2]
+    K, H = pages.parts_B[0][0].shape[1:4:2]
+    q, *kv = (rng.normal(size=(5, T, n, H)).astype(q_BNH.dtype) for n in (q_BNH.shape[1], K, K))
+    segment_BT, branch_BT, position_BT = np.zeros((3, 5, T), np.int32)
+    row = end = 0
+    at_B = []
+    for b, parts in enumerate(pages.parts_B):
+        lengths = [part.shape[2] for part in parts]
+        end = -(-end // multiple) * multiple
+        starts = end, end + -(-lengths[0] // multiple) * multiple
+        if starts[1] + lengths[1] > T:
+            row, starts = row + 1, (0, starts[1] - end)
+        for branch, (part, start) in enumerate(zip(parts, starts, strict=True)):
+            end = start + lengths[branch]
+            segment_BT[row, start:end], branch_BT[row, start:end] = b + 1, branch * (b + 1)
+            position_BT[row, start:end] = branch * lengths[0] + np.arange(end - start)
+            for array, part_KSH in zip(kv, part, strict=True):
+                array[row, start:end] = part_KSH.swapaxes(0, 1)
+        q[row, end - 1] = q_BNH[b]
+        at_B.append((row, end - 1))
+    attend = functools.partial(attend, window=window)
+    out_BTNH = np.asarray(as_run(attend)(q, *kv, segment_BT, branch_BT, position_BT))
+    return np.stack([out_BTNH[at] for at in at_B])
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("window", [None, 33, 1])
+@pytest.mark.parametrize("name", ["tpu, grouped", "tpu, one key head", "tpu, heads of their own"])
+def test_rows_and_pages_give_the_same_bits(name, window):
+    """The learner's attention and the sampler's, in tiles of a page."""
+    pages = case(name, window=window, jit=as_run)
+    C = pages.given["pool"][1].shape[2]
+    attend = functools.partial(ROWS["flash_tpu"], tile_tokens=C)
+    np.testing.assert_array_equal(same_in_rows(pages, attend, window, C), pages())
 
 
 @pytest.mark.usefixtures("small")
