@@ -31,6 +31,7 @@ def both(built, *, cursors=(7, 12), group_size=4):
     return sampled, learned, float(metrics["ratio_gap"])
 
 
+KERNELS = ["tpu_interpret"]
 MODELS = ["qwen2/tied", "qwen3/untied", "llama/llama3", "gemma3/1b", "qwen3_moe/normed"]
 ALONE, DATA, MODEL = ({"data": d, "model": m} for d, m in ((1, 1), (2, 1), (1, 2)))
 
@@ -44,5 +45,15 @@ def test_the_learner_computes_what_the_sampler_recorded(model, dtype, mesh, tmp_
     built = programs(family, folder, mesh=mesh, model={"compute_dtype": dtype})
     sampled, learned, gap = both(built)
     print((sampled != learned).mean(), abs(sampled - learned).max(), gap)
+    np.testing.assert_array_equal(learned, sampled)
+    assert gap == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_interpreted_kernels_do_so_too(kernels, dtype, tmp_path):
+    model = {"compute_dtype": dtype, "kernels": kernels}
+    built = programs("qwen2", directory("qwen2/tied", tmp_path), mesh=ALONE, model=model)
+    sampled, learned, gap = both(built)
     np.testing.assert_array_equal(learned, sampled)
     assert gap == 0

@@ -52,8 +52,10 @@ def prefill(
     tokens_RT: prompts from the left, T = I * C; what follows a prompt's end is never read. Pages
     that a prompt does not fill are cache.NULL_PAGE.
     """
-    attend = _inside_rows(kernels, jnp.ones_like(tokens_RT), jnp.zeros_like(tokens_RT))
-    kept, route_RTLA = _keys_and_values(params, tokens_RT, attend, config=config, axis=axis)
+    position_RT = jnp.broadcast_to(jnp.arange(tokens_RT.shape[1]), tokens_RT.shape)
+    numbers_RT = jnp.ones_like(tokens_RT), jnp.zeros_like(tokens_RT), position_RT
+    rows = tokens_RT, *numbers_RT
+    kept, route_RTLA = _keys_and_values(params, *rows, config=config, kernels=kernels, axis=axis)
     return _write_rows(pages, kept, page_RI), route_RTLA
 
 
@@ -77,35 +79,40 @@ def recompute(
     of its response, tokens_R of them, T = I * C, from the left. begin_R: where the prompt's last
     token is, the first whose keys and values lie in the response's pages.
     """
-    T = tokens_RT.shape[1]
-    is_there_RT = jnp.arange(T) < tokens_R[:, None]
-    is_response_RT = is_there_RT & (jnp.arange(T) >= begin_R[:, None])
-    attend = _inside_rows(kernels, is_there_RT, is_response_RT)
-    kept, _ = _keys_and_values(params, tokens_RT, attend, config=config, axis=axis)
-    index_RT11 = jnp.minimum(begin_R[:, None] + jnp.arange(T), T - 1)[..., None, None]
+    T, begin_R1 = tokens_RT.shape[1], begin_R[:, None]
+    gap_R1 = -begin_R1 % kernels.part_multiple  # between a prompt and its response
+    place_1A = jnp.arange(T + kernels.part_multiple - 1)[None]
+    is_response_RA = place_1A >= begin_R1 + gap_R1
+    position_RA = jnp.where(is_response_RA, place_1A - gap_R1, place_1A)
+    is_there_RA = (is_response_RA | (place_1A < begin_R1)) & (position_RA < tokens_R[:, None])
+    tokens_RA = jnp.take_along_axis(tokens_RT, jnp.minimum(position_RA, T - 1), axis=1)
+    rows = tokens_RA, is_there_RA, is_there_RA & is_response_RA, position_RA
+    kept, _ = _keys_and_values(params, *rows, config=config, kernels=kernels, axis=axis)
+    index_RT = jnp.minimum(begin_R1 + gap_R1 + jnp.arange(T), place_1A.size - 1)
+    index_RT11 = index_RT[..., None, None]
     kept = [[jnp.take_along_axis(a, index_RT11, axis=1) for a in layer] for layer in kept]
     return _write_rows(pages, kept, page_RI), None
 
 
-def _inside_rows(kernels: Kernels, segment_RT, branch_RT):
-    rows_RT = [jnp.asarray(a, jnp.int32) for a in (segment_RT, branch_RT)]
-    position_RT = jnp.broadcast_to(jnp.arange(segment_RT.shape[1]), segment_RT.shape)
-
-    def attend(q, k, v, window):
-        return kernels.attend_rows(q, k, v, *rows_RT, position_RT, window)
-
-    return attend
-
-
-def _keys_and_values(params, tokens_RT, attend, *, config: ModelConfig, axis: str | None):
+def _keys_and_values(
+    params,
+    tokens_RT,
+    segment_RT,
+    branch_RT,
+    position_RT,
+    *,
+    config: ModelConfig,
+    kernels: Kernels,
+    axis: str | None,
+):
     """Runs rows of tokens: (each layer's (k_RTKH, v_RTKH), route_RTLA or None)."""
+    numbers_RT = (*(jnp.asarray(a, jnp.int32) for a in (segment_RT, branch_RT)), position_RT)
 
     def attend_and_keep(q, k, v, *, window):
-        return attend(q, k, v, window), (k, v)
+        return kernels.attend_rows(q, k, v, *numbers_RT, window), (k, v)
 
-    position_1T = jnp.arange(tokens_RT.shape[1])[None]
     attends = [functools.partial(attend_and_keep, window=kind.window) for kind in config.kinds]
-    return hidden_layer_by_layer(params, config, tokens_RT, position_1T, attends, axis=axis)[1:]
+    return hidden_layer_by_layer(params, config, tokens_RT, position_RT, attends, axis=axis)[1:]
 
 
 def _write_rows(pages, kept, page_RI):

@@ -73,7 +73,7 @@ def paged_attention(
     def of_slots(*shape, **kwargs):
         return pl.BlockSpec((S, *shape), lambda step, *_: (step,) + (0,) * len(shape), **kwargs)
 
-    pages = pages_per_block(pool[1])
+    pages = min(pages_per_block(pool[1]), page_BX.shape[1])
     q_BKQH = jnp.pad(q_BNH.reshape(B, K, Q, H), ((0, 0), (0, 0), (0, -Q % ROWS), (0, 0)))
     kernel = functools.partial(
         _kernel, k_token_axis=k_token_axis, v_token_axis=v_token_axis, window=window
@@ -109,7 +109,7 @@ def paged_attention(
 
 
 def pages_per_block(v_PKCH):
-    """Counts the pages read and computed together; depends on the size of a page alone."""
+    """Counts the pages read and computed together."""
     _, K, C, H = v_PKCH.shape
     return max(1, BLOCK_BYTES // (K * C * H * v_PKCH.dtype.itemsize))
 
