@@ -192,7 +192,9 @@ def _flash_forward(
         x_SQ = _scores(q_ref, k_ref)
         for start in range(0, how.block, how.tile_tokens):
             tile = slice(start, start + how.tile_tokens)
-            x_CQ = jnp.where(_seen(how, number_2Q_ref, number_S2_ref[tile]), x_SQ[tile], MASKED)
+            # The first maximum keeps a compiler from fusing product and difference: it rounds less.
+            seen_CQ = _seen(how, number_2Q_ref, number_S2_ref[tile])
+            x_CQ = jnp.where(seen_CQ, jnp.maximum(x_SQ[tile], MASKED), MASKED)
             power_1Q = jnp.maximum(jnp.ceil(x_CQ.max(axis=0, keepdims=True)), LEAST)
             weight_CQ = jnp.exp2(x_CQ - power_1Q).astype(v_ref.dtype)
             ones = jnp.ones((ONES, how.tile_tokens), v_ref.dtype)

@@ -259,7 +259,8 @@ def _kernel(
                     seen_QC = token_QC < live
                     if window is not None and not m:  # of the slot's first page
                         seen_QC &= (block > 0) | (token_QC >= hidden_ref[slot])
-                    x_ZC.append(jnp.where(seen_QC, x_QC * scale, MASKED))
+                    # The maximum is there as in `flash_tpu`.
+                    x_ZC.append(jnp.where(seen_QC, jnp.maximum(x_QC * scale, MASKED), MASKED))
             x_ZC = jnp.concatenate(x_ZC)
             power_Z1 = jnp.maximum(jnp.ceil(x_ZC.max(axis=1, keepdims=True)), LEAST)
             power_K = [
