@@ -1,18 +1,16 @@
 """Flash attention inside packed rows: Pallas kernels for TPU, forward and backward, with segments.
 
-A row's tiles of keys (`tiles`) begin at multiples of a tile's tokens; their sums are of the rounded
-weights. A grid step computes a block of queries with a block of keys (Dao et al. 2022, arXiv
-2205.14135), and is told at run time which blocks hold two tokens of one segment. No branches are
-known: every response needs its prompt to itself.
+Tiles of keys (`tiles`) begin at multiples of their tokens; both sums are of the rounded weights. A
+grid step computes a block of queries with a block of keys (Dao et al. 2022, arXiv 2205.14135); at
+run time it is told which blocks hold two tokens of one segment. No branches are known: every
+response needs its prompt to itself.
 
 Axis letters beside the model's: S keys and Q queries of a block, C keys of a tile, I blocks of
-queries, J blocks of keys, G = N / K. Scores have keys first: so a power of each query takes few
-registers, and is the maximum over rows.
+queries, J blocks of keys. Scores have keys first: a tile's powers, one a query, fill few registers.
 """
 
 import functools
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from models.kernels.pages_tpu import LANES
-from models.kernels.tiles import LEAST, MASKED, added
+from models.kernels.tiles import LEAST, MASKED, power_of_two
 from models.kernels.xla import ATTENTION, like, padded
 
 # Smaller blocks hold fewer pairs of different segments, but the kernels have a step for each block,
@@ -32,40 +30,19 @@ ONES = 16  # rows of a register of bfloat16
 
 
 def visited_blocks(segment_BT, block: int, window: int | None = None):
-    """Says which blocks [B, queries, keys] of rows the kernels visit: bool.
+    """Says which blocks of keys [first, own] a block of queries visits: first_BI; by keys: last_BJ.
 
-    Those that may hold a pair of one segment whose key is not behind its query, nor `window` places
-    before it, and all on the diagonal. T must be a multiple of block; the numbers of segments rise
-    along a row.
+    They may hold a pair of one segment whose key is less than `window` places before its query.
+    T must be a multiple of block; the numbers of segments rise along a row.
     """
     segment_BIS = segment_BT.reshape(len(segment_BT), -1, block)
+    own_I = jnp.arange(segment_BIS.shape[1])
     least_BI = jnp.where(segment_BIS > 0, segment_BIS, jnp.iinfo(jnp.int32).max).min(axis=2)
-    visited_BIJ = least_BI[:, :, None] <= segment_BIS.max(axis=2)[:, None]
-    visited_BIJ = jnp.tril(visited_BIJ | jnp.eye(visited_BIJ.shape[1], dtype=bool))
-    if window is None:
-        return visited_BIJ
-    begin_I = block * jnp.arange(visited_BIJ.shape[1])
-    return visited_BIJ & (begin_I[:, None] - (begin_I + block - 1) < window)
-
-
-def fetched_blocks(visited_IJ):
-    """Says which keys (forward), queries (backward) lie in memory at each step: [I, J] x 2.
-
-    At a step that visits nothing it is those that are visited next, which arrive meanwhile, or
-    still the last ones.
-    """
-    i_I1, j_J = jnp.arange(len(visited_IJ))[:, None], jnp.arange(len(visited_IJ))
-    first_I1 = i_I1 + 1 - jnp.sum(visited_IJ, axis=1, keepdims=True)
-    last_J = j_J - 1 + jnp.sum(visited_IJ, axis=0)
-    keys_IJ = jnp.where(j_J > i_I1, jnp.roll(first_I1, -1), jnp.maximum(j_J, first_I1))
-    return keys_IJ, jnp.clip(i_I1, j_J, last_J)
-
-
-class _How(NamedTuple):
-    block: int
-    tile_tokens: int
-    window: int | None
-    interpret: bool
+    most_BJ = lax.cummax(segment_BIS.max(axis=2), axis=1)
+    first_BI = jnp.minimum(jnp.sum(most_BJ[:, None] < least_BI[..., None], axis=2), own_I)
+    if window is not None:
+        first_BI = jnp.maximum(first_BI, (own_I * block + 1 - window) // block)
+    return first_BI, jnp.sum(first_BI[..., None] <= own_I, axis=1) - 1
 
 
 def flash_attention(
@@ -94,115 +71,103 @@ def flash_attention(
         position_BT = jnp.broadcast_to(jnp.arange(tokens), segment_BT.shape)
     segment_BT, position_BT = pad(segment_BT), pad(position_BT)
     places = None if window is None else window + tile_tokens - 1
-    row_B = (
+    rows = (
         *(pad(a).swapaxes(1, 2) for a in (q_BTNH, k_BTKH, v_BTKH)),
         jnp.stack([segment_BT, position_BT], axis=1),
         jnp.stack([jnp.where(segment_BT > 0, segment_BT, -1), position_BT], axis=2),
-        visited_blocks(segment_BT, block, places),
+        *visited_blocks(segment_BT, block, places),
     )
-    attend = functools.partial(_attention, _How(block, tile_tokens, window, interpret))
-    return jax.lax.map(lambda row: attend(*row), row_B).swapaxes(1, 2)[:, :tokens]
+    attend = functools.partial(_attention, (block, tile_tokens, window, interpret))
+    return jax.lax.map(lambda row: attend(*row), rows).swapaxes(1, 2)[:, :tokens]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(how: _How, *row):
+def _attention(how, *row):
     return _forward(how, *row)[0]
 
 
-def _specs(how: _How, group: int, query, key):
-    """Says which blocks a step has: of queries, of keys, of their numbers, and a row of numbers.
+def _run(kernel, how, table, query, key, of_queries, of_keys, outs, scratch):
+    """Runs a kernel for each head and pair of blocks, whose places are query and key of its step.
 
-    query, key: the place of either by a step's indices.
+    of_queries, of_keys: what it reads. outs: (array like it, place). scratch: shapes of float32.
     """
-    one = how.block
+    block, *_, interpret = how
+    N, T, _ = of_queries[0].shape
 
-    def of(index, *shape, head=lambda n: (n,)):
-        return pl.BlockSpec(shape, lambda n, *step: (*head(n), *index(*step)))
+    def spec(array, place):
+        *heads, rows, columns = array.shape
+        shape = (block, columns) if rows == T else (rows, block)
 
-    of_query, of_key = (lambda *step: (query(*step), 0)), (lambda *step: (key(*step), 0))
-    return (
-        lambda H: of(of_query, None, one, H),
-        lambda H: of(of_key, None, one, H, head=lambda n: (n // group,)),
-        of(lambda *step: (0, query(*step)), 2, one, head=lambda n: ()),
-        of(of_key, one, 2, head=lambda n: ()),
-        of(lambda *step: (0, query(*step)), None, 1, one),
-    )
+        def index(n, *step):
+            at = (place(*step), 0) if rows == T else (0, place(*step))
+            return (n // (N // heads[0]), *at) if heads else at
 
+        return pl.BlockSpec((*[None] * len(heads), *shape), index)
 
-def _call(kernel, how: _How, grid, ins, outs, out_shape, scratch, arrays):
     return pl.pallas_call(
         functools.partial(kernel, how=how),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2, grid=grid, in_specs=ins, out_specs=outs, scratch_shapes=scratch
+            num_scalar_prefetch=1,
+            grid=(N, T // block, T // block),
+            in_specs=[*[spec(a, query) for a in of_queries], *[spec(a, key) for a in of_keys]],
+            out_specs=[spec(a, place) if callable(place) else place for a, place in outs],
+            scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
         ),
-        out_shape=out_shape,
+        out_shape=[a for a, _ in outs],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary")
         ),
-        interpret=how.interpret,
+        interpret=interpret,
         name=kernel.__name__.strip("_"),
-    )(*arrays)
+    )(table, *of_queries, *of_keys)
 
 
-def _forward(how: _How, q_NTH, k_KTH, v_KTH, number_2T, number_T2, visited_IJ):
-    (N, T, H), I = q_NTH.shape, len(visited_IJ)
-    keys_IJ, _ = fetched_blocks(visited_IJ)
-    of_q, of_k, of_2T, of_T2, of_1T = _specs(
-        how, N // len(k_KTH), lambda i, j, *_: i, lambda i, j, keys_ref, _: keys_ref[i, j]
-    )
-    out_NTH, norm_N1T = _call(
-        _flash_forward,
-        how,
-        (N, I, I),
-        [of_q(H), of_k(H), of_k(H), of_2T, of_T2],
-        [of_q(H), of_1T],
-        [like(q_NTH), like(q_NTH, (N, 1, T), jnp.float32)],
-        [pltpu.VMEM((n, how.block), jnp.float32) for n in (1, H + ONES)],
-        (keys_IJ, visited_IJ.astype(jnp.int32), q_NTH, k_KTH, v_KTH, number_2T, number_T2),
+def _forward(how, q_NTH, k_KTH, v_KTH, number_2T, number_T2, first_I, last_J):
+    N, T, H = q_NTH.shape
+
+    def query(i, j, _):
+        return i
+
+    def key(i, j, first_ref):  # where nothing is visited, what is visited next
+        return jnp.where(j > i, first_ref[i + 1], jnp.maximum(j, first_ref[i]))
+
+    out_NTH, norm_N1T = _run(
+        *(_flash_forward, how, jnp.append(first_I, 0), query, key),
+        *((q_NTH, number_2T), (k_KTH, v_KTH, number_T2)),
+        [(like(q_NTH), query), (like(q_NTH, (N, 1, T), jnp.float32), query)],
+        [(1, how[0]), (H + ONES, how[0])],
     )
     out_NTH, norm_N1T = (checkpoint_name(a, ATTENTION) for a in (out_NTH, norm_N1T))
-    return out_NTH, (q_NTH, k_KTH, v_KTH, number_2T, number_T2, visited_IJ, out_NTH, norm_N1T)
+    return out_NTH, (q_NTH, k_KTH, v_KTH, number_2T, number_T2, last_J, out_NTH, norm_N1T)
 
 
-def _flash_forward(
-    _,
-    visited_ref,
-    q_ref,
-    k_ref,
-    v_ref,
-    number_2Q_ref,
-    number_S2_ref,
-    out_ref,
-    norm_ref,
-    power_ref,
-    sums_ref,
-    *,
-    how: _How,
-):
+def _flash_forward(first_ref, q_ref, number_2Q_ref, k_ref, v_ref, number_S2_ref, *refs, how):
     """Adds a block of keys, tile by tile; the last rows of the sums are those of the weights."""
+    out_ref, norm_ref, power_ref, sums_ref = refs
     i, j, H = pl.program_id(1), pl.program_id(2), q_ref.shape[1]
+    block, tile_tokens, window, _ = how
 
     @pl.when(j == 0)
     def _():
         power_ref[...] = jnp.full_like(power_ref, LEAST)
         sums_ref[...] = jnp.zeros_like(sums_ref)
 
-    @pl.when(visited_ref[i, j] > 0)
+    @pl.when((first_ref[i] <= j) & (j <= i))
     def _():
         x_SQ = _scores(q_ref, k_ref)
-        for start in range(0, how.block, how.tile_tokens):
-            tile = slice(start, start + how.tile_tokens)
+        for start in range(0, block, tile_tokens):
+            tile = slice(start, start + tile_tokens)
             # The first maximum keeps a compiler from fusing product and difference: it rounds less.
-            seen_CQ = _seen(how, number_2Q_ref, number_S2_ref[tile])
-            x_CQ = jnp.where(seen_CQ, jnp.maximum(x_SQ[tile], MASKED), MASKED)
+            x_CQ = jnp.maximum(x_SQ[tile], MASKED)
+            x_CQ = jnp.where(_seen(number_2Q_ref, number_S2_ref[tile], window), x_CQ, MASKED)
             power_1Q = jnp.maximum(jnp.ceil(x_CQ.max(axis=0, keepdims=True)), LEAST)
             weight_CQ = jnp.exp2(x_CQ - power_1Q).astype(v_ref.dtype)
-            ones = jnp.ones((ONES, how.tile_tokens), v_ref.dtype)
-            v_LC = jnp.concatenate([v_ref[tile].T, ones])
-            sums_LQ = _dot(v_LC, weight_CQ, (1, 0))
-            power_ref[...], sums_ref[...] = added(
-                (power_ref[...], sums_ref[...]), (power_1Q, sums_LQ)
-            )
+            v_LC = jnp.concatenate([v_ref[tile].T, jnp.ones((ONES, tile_tokens), v_ref.dtype)])
+            most_1Q = jnp.maximum(power_ref[...], power_1Q)
+            part_LQ = dot(v_LC, weight_CQ, (1, 0)) * power_of_two(power_1Q - most_1Q)
+            sums_ref[...] *= power_of_two(power_ref[...] - most_1Q)
+            sums_ref[...] += part_LQ
+            power_ref[...] = most_1Q
 
     @pl.when(j == pl.num_programs(2) - 1)
     def _():
@@ -212,54 +177,32 @@ def _flash_forward(
         norm_ref[...] = power_ref[...] + jnp.log2(sum_1Q)
 
 
-def _backward(how: _How, residuals, d_out_NTH):
-    q_NTH, k_KTH, v_KTH, number_2T, number_T2, visited_IJ, out_NTH, norm_N1T = residuals
-    (N, T, H), I = q_NTH.shape, len(visited_IJ)
+def _backward(how, residuals, d_out_NTH):
+    q_NTH, k_KTH, v_KTH, number_2T, number_T2, last_J, out_NTH, norm_N1T = residuals
+    N, T, H = q_NTH.shape
     dot_N1T = jnp.sum(d_out_NTH.astype(jnp.float32) * out_NTH.astype(jnp.float32), axis=-1)[:, None]
-    _, queries_IJ = fetched_blocks(visited_IJ)
-    of_q, of_k, of_2T, of_T2, of_1T = _specs(
-        how, N // len(k_KTH), lambda j, i, queries_ref, _: queries_ref[i, j], lambda j, i, *_: j
-    )
-    of_part = pl.BlockSpec((None, None, how.block, H), lambda n, j, i, *_: (j, n, i, 0))
-    of_head = pl.BlockSpec((None, how.block, H), lambda n, j, i, *_: (n, j, 0))
-    d_q_JNTH, *d_keys = _call(
-        _flash_backward,
-        how,
-        (N, I, I),
-        [of_q(H), of_q(H), of_1T, of_1T, of_k(H), of_k(H), of_2T, of_T2],
-        [of_part, of_head, of_head],
-        [like(q_NTH, (I, N, T, H)), like(q_NTH), like(q_NTH)],
-        [pltpu.VMEM((how.block, H), jnp.float32)] * 2,
-        (
-            *(queries_IJ, visited_IJ.astype(jnp.int32), q_NTH, d_out_NTH, norm_N1T, dot_N1T),
-            *(k_KTH, v_KTH, number_2T, number_T2),
-        ),
+
+    def query(j, i, last_ref):
+        return jnp.clip(i, j, last_ref[j])
+
+    def key(j, i, _):
+        return j
+
+    of_part = pl.BlockSpec((None, None, how[0], H), lambda n, j, i, _: (j, n, i, 0))
+    d_q_JNTH, *d_keys = _run(
+        *(_flash_backward, how, last_J, query, key),
+        *((q_NTH, d_out_NTH, norm_N1T, dot_N1T, number_2T), (k_KTH, v_KTH, number_T2)),
+        [(like(q_NTH, (len(last_J), N, T, H)), of_part), *[(like(q_NTH), key)] * 2],
+        [(how[0], H)] * 2,
     )
     # Each head writes its own, as those of a chip with two cores are split over them.
     d_k_KTH, d_v_KTH = (a.reshape(len(k_KTH), -1, T, H).sum(axis=1) for a in d_keys)
-    return d_q_JNTH.sum(axis=0), d_k_KTH, d_v_KTH, None, None, None
+    return d_q_JNTH.sum(axis=0), d_k_KTH, d_v_KTH, *[None] * 4
 
 
-def _flash_backward(
-    _,
-    visited_ref,
-    q_ref,
-    d_out_ref,
-    norm_ref,
-    dot_ref,
-    k_ref,
-    v_ref,
-    number_2Q_ref,
-    number_S2_ref,
-    d_q_ref,
-    d_k_ref,
-    d_v_ref,
-    d_k_sum_ref,
-    d_v_sum_ref,
-    *,
-    how: _How,
-):
+def _flash_backward(last_ref, q_ref, d_out_ref, norm_ref, dot_ref, number_2Q_ref, *refs, how):
     """Computes a block's weights again, and from them a part of each gradient."""
+    k_ref, v_ref, number_S2_ref, d_q_ref, d_k_ref, d_v_ref, d_k_sum_ref, d_v_sum_ref = refs
     j, i, scale = pl.program_id(1), pl.program_id(2), q_ref.shape[1] ** -0.5
 
     @pl.when(i == 0)
@@ -269,16 +212,15 @@ def _flash_backward(
 
     d_q_ref[...] = jnp.zeros_like(d_q_ref)
 
-    @pl.when(visited_ref[i, j] > 0)
+    @pl.when((j <= i) & (i <= last_ref[j]))
     def _():
         weight_SQ = jnp.exp2(_scores(q_ref, k_ref) - norm_ref[...])
-        weight_SQ = jnp.where(_seen(how, number_2Q_ref, number_S2_ref[...]), weight_SQ, 0.0)
-        d_v_sum_ref[...] += _dot(weight_SQ.astype(q_ref.dtype), d_out_ref[...], (1, 0))
-        d_weight_SQ = _dot(v_ref[...], d_out_ref[...], (1, 1))
+        weight_SQ = jnp.where(_seen(number_2Q_ref, number_S2_ref[...], how[2]), weight_SQ, 0.0)
+        d_v_sum_ref[...] += dot(weight_SQ.astype(q_ref.dtype), d_out_ref[...], (1, 0))
+        d_weight_SQ = dot(v_ref[...], d_out_ref[...], (1, 1))
         d_score_SQ = (weight_SQ * (d_weight_SQ - dot_ref[...])).astype(q_ref.dtype)
-        d_k_sum_ref[...] += _dot(d_score_SQ, q_ref[...], (1, 0))
-        d_q_HQ = _dot(k_ref[...], d_score_SQ, (0, 0)) * scale
-        d_q_ref[...] = d_q_HQ.T.astype(d_q_ref.dtype)
+        d_k_sum_ref[...] += dot(d_score_SQ, q_ref[...], (1, 0))
+        d_q_ref[...] = (dot(k_ref[...], d_score_SQ, (0, 0)) * scale).T.astype(d_q_ref.dtype)
 
     @pl.when(i == pl.num_programs(2) - 1)
     def _():
@@ -288,22 +230,20 @@ def _flash_backward(
 
 def _scores(q_ref, k_ref):
     """Computes x_SQ, of which 2^x is a weight."""
-    scale = math.log2(math.e) * q_ref.shape[1] ** -0.5
-    return _dot(k_ref[...], q_ref[...], (1, 1)) * scale
+    return dot(k_ref[...], q_ref[...], (1, 1)) * (math.log2(math.e) * q_ref.shape[1] ** -0.5)
 
 
-def _seen(how: _How, number_2Q_ref, number_S2):
+def _seen(number_2Q_ref, number_S2, window: int | None):
     """Says what queries see, by segments and positions: seen_SQ."""
     distance_SQ = number_2Q_ref[1:] - number_S2[:, 1:]
     seen_SQ = (number_2Q_ref[:1] == number_S2[:, :1]) & (distance_SQ >= 0)
-    return seen_SQ if how.window is None else seen_SQ & (distance_SQ < how.window)
+    return seen_SQ if window is None else seen_SQ & (distance_SQ < window)
 
 
-def _dot(a, b, axes: tuple[int, int]):
+def dot(a, b, axes: tuple[int, int]):
     """Multiplies matrices in float32, summing over an axis of each."""
-    return lax.dot_general(
-        a, b, (((axes[0],), (axes[1],)), ((), ())), preferred_element_type=jnp.float32
-    )
+    axes = [(axis,) for axis in axes]
+    return lax.dot_general(a, b, (axes, ((), ())), preferred_element_type=jnp.float32)
 
 
 _attention.defvjp(_forward, _backward)

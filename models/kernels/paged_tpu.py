@@ -19,6 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from models.kernels.flash_tpu import dot
 from models.kernels.pages_tpu import LANES, as_stored, token_axes
 from models.kernels.tiles import LEAST, MASKED, power_of_two
 from models.kernels.xla import like, window_pages
@@ -66,7 +67,7 @@ def paged_attention(
         page_BX, prompt_tokens_B, tokens_B, *hidden = window_pages(
             page_BX, prompt_tokens_B, tokens_B, 0, window=window, page_tokens=C
         )
-    k_token_axis, v_token_axis = axes = token_axes(C, H)
+    axes = token_axes(C, H)
     pools = (*as_stored(*prompt_pool, axes), *as_stored(*pool, axes))
     recent = recent[0].swapaxes(2, 3), recent[1]
 
@@ -75,9 +76,7 @@ def paged_attention(
 
     pages = min(pages_per_block(pool[1]), page_BX.shape[1])
     q_BKQH = jnp.pad(q_BNH.reshape(B, K, Q, H), ((0, 0), (0, 0), (0, -Q % ROWS), (0, 0)))
-    kernel = functools.partial(
-        _kernel, k_token_axis=k_token_axis, v_token_axis=v_token_axis, window=window
-    )
+    kernel = functools.partial(_kernel, token_axes=axes, window=window)
     out_BKQH = pl.pallas_call(
         kernel if window is not None else functools.partial(kernel, None),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -114,33 +113,14 @@ def pages_per_block(v_PKCH):
     return max(1, BLOCK_BYTES // (K * C * H * v_PKCH.dtype.itemsize))
 
 
-def _kernel(
-    hidden_ref,
-    prompt_tokens_ref,
-    tokens_ref,
-    page_ref,
-    q_ref,
-    k_recent_ref,
-    v_recent_ref,
-    k_prompts_ref,
-    v_prompts_ref,
-    k_responses_ref,
-    v_responses_ref,
-    out_ref,
-    k_ref,
-    v_ref,
-    semaphore_ref,
-    *,
-    k_token_axis: int,
-    v_token_axis: int,
-    window: int | None,
-):
+def _kernel(hidden_ref, prompt_tokens_ref, tokens_ref, page_ref, q_ref, *refs, token_axes, window):
     """Computes the slots [first, end). An item (slot, block, buffer) is a block to read."""
+    recents, pools, (out_ref, *buffers, semaphore_ref) = refs[:2], (refs[2:4], refs[4:6]), refs[6:]
+    (k_ref, v_ref), (k_token_axis, v_token_axis) = buffers, token_axes
     S, K, Q, H = q_ref.shape
-    R, M, C = v_recent_ref.shape[2], v_ref.shape[1], v_ref.shape[3 + v_token_axis]
+    R, M, C = recents[1].shape[2], v_ref.shape[1], v_ref.shape[3 + v_token_axis]
     first = pl.program_id(0) * S
     end = jnp.minimum(first + S, tokens_ref.shape[0])
-    pools = ((k_prompts_ref, v_prompts_ref), (k_responses_ref, v_responses_ref))
     scale = math.log2(math.e) * H**-0.5
 
     def prompt_pages(slot):
@@ -164,7 +144,7 @@ def _kernel(
     def copies(item, m, pool):
         slot, block, buffer = item
         page = page_ref[slot - first, block * M + m]
-        for i, (hbm_ref, ref) in enumerate(zip(pool, (k_ref, v_ref), strict=True)):
+        for i, (hbm_ref, ref) in enumerate(zip(pool, buffers, strict=True)):
             semaphore = semaphore_ref.at[i, buffer]
             yield pltpu.make_async_copy(hbm_ref.at[page], ref.at[buffer, m], semaphore)
 
@@ -243,10 +223,7 @@ def _kernel(
 
             @pl.when(block == last_block)
             def _():
-                for ref, token_axis, recent_ref in (
-                    (k_ref, k_token_axis, k_recent_ref),
-                    (v_ref, v_token_axis, v_recent_ref),
-                ):
+                for ref, token_axis, recent_ref in zip(buffers, token_axes, recents, strict=True):
                     everywhere = jnp.concatenate([recent_ref[slot - first]] * (C // R), axis=1)
                     put(ref, last, token_axis, closed, everywhere)
 
@@ -254,7 +231,7 @@ def _kernel(
             x_ZC = []
             for h in range(K):
                 for m, live in enumerate(live_M):
-                    x_QC = _dot(q_ref[slot - first, h], k_ref[buffer, m, h], 1 - k_token_axis)
+                    x_QC = dot(q_ref[slot - first, h], k_ref[buffer, m, h], (1, 1 - k_token_axis))
                     token_QC = lax.broadcasted_iota(jnp.int32, x_QC.shape, 1)
                     seen_QC = token_QC < live
                     if window is not None and not m:  # of the slot's first page
@@ -270,7 +247,7 @@ def _kernel(
             largest_Z1 = jnp.concatenate([power for power in power_K for _ in range(M)])
             scale_Z1 = power_of_two(power_Z1 - largest_Z1)
             weight_ZC = jnp.exp2(x_ZC - power_Z1)
-            sum_ZL = _dot(weight_ZC.astype(v_ref.dtype), jnp.ones((C, LANES), v_ref.dtype), 0)
+            sum_ZL = dot(weight_ZC.astype(v_ref.dtype), jnp.ones((C, LANES), v_ref.dtype), (1, 0))
             new_state = []
             for h, (power_Q1, sum_QL, out_QH) in enumerate(state):
                 scale_Q1 = power_of_two(power_Q1 - power_K[h])
@@ -278,7 +255,7 @@ def _kernel(
                 for m, live in enumerate(live_M):
                     z = slice((h * M + m) * Q, (h * M + m + 1) * Q)
                     weight_QC = weight_ZC[z].astype(v_ref.dtype)
-                    part_QH = _dot(weight_QC, v_ref[buffer, m, h], v_token_axis)
+                    part_QH = dot(weight_QC, v_ref[buffer, m, h], (1, v_token_axis))
                     sum_QL += sum_ZL[z] * scale_Z1[z]
                     out_QH += jnp.where(live > 0, part_QH * scale_Z1[z], 0.0)
                 new_state.append((power_K[h], sum_QL, out_QH))
@@ -295,8 +272,3 @@ def _kernel(
     for _ in range(BUFFERS - 1):
         item = start(item)
     lax.fori_loop(first, end, attend_slot, (item, jnp.int32(0)))
-
-
-def _dot(a, b, axis: int):
-    """Multiplies matrices in float32, summing over the columns of `a` and the given axis of `b`."""
-    return lax.dot_general(a, b, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32)

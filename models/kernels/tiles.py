@@ -71,13 +71,6 @@ def add(one: Sums, other: Sums) -> Sums:
     return Sums(out, one.sum * a + other.sum * b, power)
 
 
-def added(one, other):
-    """Adds sums as `add` does: (power, *sums) of keys and of others, of the same number of axes."""
-    power = jnp.maximum(one[0], other[0])
-    a, b = power_of_two(one[0] - power), power_of_two(other[0] - power)
-    return power, *(x * a + y * b for x, y in zip(one[1:], other[1:], strict=True))
-
-
 def attended(sums: Sums):
     """Divides: what the queries give, float32; 0 for one that has seen nothing."""
     return sums.out / jnp.where(sums.sum > 0, sums.sum, 1.0)[..., None]
