@@ -187,11 +187,12 @@ def test_float32_is_float32_and_a_gpu_adds_up_in_one_order(monkeypatch, platform
     monkeypatch.setattr(jax, "jit", functools.partial(jit, jax.jit))
     changes = {"model": {"preset": "tiny", "compute_dtype": "float32", "kernels": kernels}}
     changes |= {"rollout": {"cache_mib": 8, "partial_rollout_steps": 1}, "algo": {"kl_coef": 0.1}}
+    changes |= {"learner": {"row_tokens": 160}}
     built = programs("qwen2", "", lora_rank=4, **changes)
     sampler, weights = built.engine.lower(SAMPLING), (built.state.params, built.start_weights)
-    batch = learner.abstract_batch(built.learning, 48, built.mesh)
+    batch = learner.abstract_batch(built.learning, 160, built.mesh)
     built.reshard.lower(*weights)
-    built.lower_learner(48)
+    built.lower_learner(160)
     built.recompute_old_logp.lower(*weights, batch)
     assert {name for name, *_ in sampler} == {"prefill", "recompute", "decode"}
     assert len(made) == len(sampler) + 3

@@ -100,7 +100,7 @@ def _run(kernel, how, table, query, key, of_queries, of_keys, outs, scratch):
 
         def index(n, *step):
             at = (place(*step), 0) if rows == T else (0, place(*step))
-            return (n // (N // heads[0]), *at) if heads else at
+            return (lax.div(n, N // heads[0]), *at) if heads else at
 
         return pl.BlockSpec((*[None] * len(heads), *shape), index)
 

@@ -200,8 +200,8 @@ def _kernel(hidden_ref, prompt_tokens_ref, tokens_ref, page_ref, q_ref, *refs, t
             return jnp.clip(left, 0, C)
 
         last_prompt, last = of_prompt - 1, pages - 1
-        of_last_prompt, closed = live_tokens(last_prompt), (live_tokens(last) - 1) // R * R
-        prompt_block, last_block = last_prompt // M, last // M
+        of_last_prompt, closed = live_tokens(last_prompt), lax.div(live_tokens(last) - 1, R) * R
+        prompt_block, last_block = pl.cdiv(of_prompt, M) - 1, pl.cdiv(pages, M) - 1
 
         def attend_block(block, carry):
             item, buffer, state = carry
