@@ -230,8 +230,10 @@ def _kernel(hidden_ref, prompt_tokens_ref, tokens_ref, page_ref, q_ref, *refs, t
             live_M = [live_tokens(block * M + m) for m in range(M)]
             x_ZC = []
             for h in range(K):
+                k = jnp.concatenate([k_ref[buffer, m, h] for m in range(M)], axis=k_token_axis)
+                x_QW = dot(q_ref[slot - first, h], k, (1, 1 - k_token_axis))
                 for m, live in enumerate(live_M):
-                    x_QC = dot(q_ref[slot - first, h], k_ref[buffer, m, h], (1, 1 - k_token_axis))
+                    x_QC = x_QW[:, m * C : (m + 1) * C]
                     token_QC = lax.broadcasted_iota(jnp.int32, x_QC.shape, 1)
                     seen_QC = token_QC < live
                     if window is not None and not m:  # of the slot's first page
