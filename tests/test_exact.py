@@ -31,7 +31,6 @@ def both(built, *, cursors=(7, 12), group_size=4):
     return sampled, learned, float(metrics["ratio_gap"])
 
 
-KERNELS = ["tpu_interpret"]
 MODELS = ["qwen2/tied", "qwen3/untied", "llama/llama3", "gemma3/1b", "qwen3_moe/normed"]
 ALONE, DATA, MODEL = ({"data": d, "model": m} for d, m in ((1, 1), (2, 1), (1, 2)))
 
@@ -49,8 +48,9 @@ def test_the_learner_computes_what_the_sampler_recorded(model, dtype, mesh, tmp_
     assert gap == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("kernels", ["tpu_interpret"])
 def test_interpreted_kernels_do_so_too(kernels, dtype, tmp_path):
     model = {"compute_dtype": dtype, "kernels": kernels}
     built = programs("qwen2", directory("qwen2/tied", tmp_path), mesh=ALONE, model=model)
