@@ -175,8 +175,10 @@ def make_batch(groups: Sequence[Group], advantage_PG: np.ndarray, learning: Lear
         row_lengths=row_lengths(s),
         micro_batch_rows=s.micro_batch_rows,
         share_prompts=s.kernels.shares_prompts,
+        part_multiple=s.kernels.part_multiple,
     )
-    packed = pack(groups, advantage_PG, weight_PGT.astype(np.float32), *plan, routes=s.routes)
+    how = {"routes": s.routes, "part_multiple": s.kernels.part_multiple}
+    packed = pack(groups, advantage_PG, weight_PGT.astype(np.float32), *plan, **how)
     if s.policy_loss == "kl_cov":
         packed.is_high_cov_BT[:] = high_covariance(
             packed.behavior_logp_BT, packed.advantage_BT, packed.weight_BT > 0, share=s.kl_cov_share

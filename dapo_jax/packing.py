@@ -33,12 +33,13 @@ def pack(
     row_tokens: int,
     *,
     routes: tuple[int, ...] = (),
+    part_multiple: int = 1,
 ) -> Batch:
     """Packs the responses of all groups into the rows of a plan: a [B, T] batch.
 
     weight_PGT: each token's weight in the loss, from algorithm.token_weights. rows, row_tokens:
-    from `plan_update`. routes: (L, A) where the responses have routes. What no piece covers stays
-    zero.
+    and part_multiple: of `plan_update`. routes: (L, A) where the responses have routes. What no
+    piece covers stays zero.
     """
     shape = (len(rows), row_tokens)
     fields = {name: np.zeros(shape, dtype) for name, dtype in Batch.row_fields(routes).items()}
@@ -47,8 +48,9 @@ def pack(
         end = branch = 0
         for segment, (p, samples) in enumerate(pieces, start=1):
             prompt = groups[p].prompt.token_ids
-            start, end = end, end + len(prompt) - 1
-            question = slice(start, end)
+            question = _part(end, len(prompt) - 1, part_multiple)
+            end = question.stop
+            batch.segment_BT[b, question] = segment
             batch.tokens_BT[b, question] = prompt[:-1]
             batch.target_BT[b, question] = prompt[1:]
             batch.position_BT[b, question] = np.arange(len(prompt) - 1)
@@ -56,7 +58,8 @@ def pack(
                 branch += 1
                 response = groups[p].responses[g]
                 length = len(response.tokens_T)
-                answer = slice(end, end + length)
+                answer = _part(end, length, part_multiple)
+                batch.segment_BT[b, answer] = segment
                 batch.tokens_BT[b, answer] = np.append(prompt[-1:], response.tokens_T[:-1])
                 batch.target_BT[b, answer] = response.tokens_T
                 batch.position_BT[b, answer] = len(prompt) - 1 + np.arange(length)
@@ -71,8 +74,13 @@ def pack(
                     batch.route_BTLA[b, question] = response.route_TLA[: len(prompt) - 1]
                     batch.route_BTLA[b, answer] = response.route_TLA[len(prompt) - 1 :]
                 end = answer.stop
-            batch.segment_BT[b, start:end] = segment
     return batch
+
+
+def _part(end: int, tokens: int, multiple: int) -> slice:
+    """Places so many tokens in a row, at the next multiple from `end` on."""
+    begin = end + -end % multiple
+    return slice(begin, begin + tokens)
 
 
 def plan_rows(
@@ -81,13 +89,15 @@ def plan_rows(
     *,
     row_tokens: int,
     share_prompts: bool,
+    part_multiple: int = 1,
 ) -> list[list[Piece]]:
     """Assigns responses to rows by their lengths: large groups first, in each the longest first.
 
     A response goes behind its prompt in the first row that has both the prompt and room, else with
     its prompt into the first row with room for the two. share_prompts False: every response has
-    its prompt to itself, which makes this first-fit decreasing. A row holds the longest response
-    with its prompt (dapo_jax/setup/checks.py).
+    its prompt to itself, which makes this first-fit decreasing. Prompts and responses begin at
+    multiples of part_multiple. A row holds the longest response with its prompt
+    (dapo_jax/setup/checks.py).
     """
 
     def entries(piece: Piece) -> int:
@@ -98,22 +108,29 @@ def plan_rows(
     if not share_prompts:
         whole = [Piece(p, [g]) for p, samples in whole for g in samples]
     rows: list[list[Piece]] = []
-    room: list[int] = []
+    end: list[int] = []
+
+    def behind(end: int, *parts: int) -> int:
+        for tokens in parts:
+            end = _part(end, tokens, part_multiple).stop
+        return end
+
     for p, together in sorted(whole, key=entries, reverse=True):
         pieces: dict[int, Piece] = {}  # by row
         for g in sorted(together, key=lambda g: -length_PG[p][g]):
-            size = length_PG[p][g]
-            row = next((r for r in pieces if room[r] >= size), None)
+            parts = (length_PG[p][g],)
+            row = next((r for r in pieces if behind(end[r], *parts) <= row_tokens), None)
             if row is None:
-                size += prompt_tokens_P[p] - 1
-                row = next((r for r in range(len(rows)) if room[r] >= size), len(rows))
+                parts = (prompt_tokens_P[p] - 1, *parts)
+                fits = (r for r in range(len(rows)) if behind(end[r], *parts) <= row_tokens)
+                row = next(fits, len(rows))
                 if row == len(rows):
                     rows.append([])
-                    room.append(row_tokens)
+                    end.append(0)
                 pieces[row] = Piece(p, [])
                 rows[row].append(pieces[row])
             pieces[row].samples.append(g)
-            room[row] -= size
+            end[row] = behind(end[row], *parts)
     return rows
 
 
@@ -124,6 +141,7 @@ def plan_update(
     row_lengths: Sequence[int],
     micro_batch_rows: int,
     share_prompts: bool,
+    part_multiple: int = 1,
 ) -> tuple[list[list[Piece]], int]:
     """Plans rows of the length whose micro-batches have the fewest entries: (rows, row_tokens).
 
@@ -134,7 +152,8 @@ def plan_update(
         rows, row_tokens = planned
         return -(-len(rows) // micro_batch_rows) * micro_batch_rows * row_tokens
 
-    plan = functools.partial(plan_rows, prompt_tokens_P, length_PG, share_prompts=share_prompts)
+    how = {"share_prompts": share_prompts, "part_multiple": part_multiple}
+    plan = functools.partial(plan_rows, prompt_tokens_P, length_PG, **how)
     return min(((plan(row_tokens=n), n) for n in row_lengths), key=entries)
 
 

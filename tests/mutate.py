@@ -106,9 +106,12 @@ packed_branch models/kernels/packed.py kernels::test_attention_in_rows_equals_th
 flash_window models/kernels/flash_gpu.py kernels::test_attention_in_rows_equals_the_definition
 - key_S >= first_Q[:, None]
 + key_S > first_Q[:, None]
-splash_window models/kernels/splash_tpu.py kernels::test_attention_in_rows_equals_the_definition
-- LocalMask((T, T), (window - 1, 0), 0)
-+ LocalMask((T, T), (window, 0), 0)
+flash_tpu_window models/kernels/flash_tpu.py kernels::test_attention_in_rows_equals_the_definition
+- (distance_SQ < window)
++ (distance_SQ <= window)
+pages_block models/kernels/paged_tpu.py kernels::test_rows_and_pages_give_the_same_bits
+- jnp.where(token < begin, old, new)
++ jnp.where(token <= begin, old, new)
 pages_in_window models/kernels/xla.py kernels::test_attention_over_pages_equals_the_definition
 - prompt_tokens_B + tokens_B + recent_tokens_B - window, 0)
 + prompt_tokens_B + tokens_B + recent_tokens_B - window + 1, 0)

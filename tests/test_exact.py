@@ -48,11 +48,12 @@ def test_the_learner_computes_what_the_sampler_recorded(model, dtype, mesh, tmp_
     assert gap == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_gpus_kernels_do_too(dtype, tmp_path):
-    model = {"compute_dtype": dtype, "kernels": "gpu_interpret"}
-    sampled, learned, gap = both(
-        programs("qwen2", directory("qwen2/tied", tmp_path), mesh=ALONE, model=model)
-    )
+@pytest.mark.parametrize("kernels", ["gpu_interpret", "tpu_interpret"])
+def test_interpreted_kernels_do_so_too(kernels, dtype, tmp_path):
+    model = {"compute_dtype": dtype, "kernels": kernels}
+    built = programs("qwen2", directory("qwen2/tied", tmp_path), mesh=ALONE, model=model)
+    sampled, learned, gap = both(built)
     np.testing.assert_array_equal(learned, sampled)
     assert gap == 0

@@ -42,6 +42,22 @@ def test_rows_of_real_lengths_are_full():
         assert used / (len(rows) * 22_528) > 0.95
 
 
+def test_prompts_and_responses_begin_at_multiples():
+    """As a TPU's tiles need. The longer response is first; a row may end with its last token."""
+    groups, how = [group([1, 2, 3, 4], [5] * 2, [6] * 5)], {"part_multiple": 4}
+    of_group = [4], [[2, 5]]
+    rows = {n: plan_rows(*of_group, row_tokens=n, share_prompts=False, **how) for n in (17, 18)}
+    assert [len(it) for it in rows.values()] == [2, 1]
+    batch = pack(groups, np.ones((1, 2)), np.ones((1, 2, 5)), rows[18], 18, **how)
+    for name, expected in (
+        ("segment", [1, 1, 1, 0, 1, 1, 1, 1, 1, 0, 0, 0, 2, 2, 2, 0, 2, 2]),
+        ("branch", [0, 0, 0, 0, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 2, 2]),
+        ("position", [0, 1, 2, 0, 3, 4, 5, 6, 7, 0, 0, 0, 0, 1, 2, 0, 3, 4]),
+        ("target", [2, 3, 4, 0, 6, 6, 6, 6, 6, 0, 0, 0, 2, 3, 4, 0, 5, 5]),
+    ):
+        assert getattr(batch, f"{name}_BT").tolist() == [expected]
+
+
 def test_micro_batches_keep_the_rows_and_fill_up_with_padding():
     groups = [group([1, 2], [3, i]) for i in range(5)]
     batch = packed(groups, row_tokens=3)

@@ -22,7 +22,6 @@ from dapo_jax.learner import make_batch
 from dapo_jax.sampler import engine
 from dapo_jax.setup import components
 from dapo_jax.types import Batch, Group, Prompt, Response
-from models.kernels import splash_tpu
 from models.lora import MATRICES, Lora, init_adapters
 from models.precision import rounded
 from models.qwen2 import PRESETS, Qwen2Config
@@ -185,15 +184,15 @@ def test_float32_is_float32_and_a_gpu_adds_up_in_one_order(monkeypatch, platform
     monkeypatch.setitem(PRESETS, "tiny", model(vocabulary=98, width=128, layers=1, tied=True))
     for module in (components, engine):
         monkeypatch.setattr(module, "platform_of", lambda mesh: platform)
-    monkeypatch.setattr(splash_tpu, "cores", lambda interpret: 2)  # of a TPU that is not there
     monkeypatch.setattr(jax, "jit", functools.partial(jit, jax.jit))
     changes = {"model": {"preset": "tiny", "compute_dtype": "float32", "kernels": kernels}}
     changes |= {"rollout": {"cache_mib": 8, "partial_rollout_steps": 1}, "algo": {"kl_coef": 0.1}}
+    changes |= {"learner": {"row_tokens": 160}}
     built = programs("qwen2", "", lora_rank=4, **changes)
     sampler, weights = built.engine.lower(SAMPLING), (built.state.params, built.start_weights)
-    batch = learner.abstract_batch(built.learning, 48, built.mesh)
+    batch = learner.abstract_batch(built.learning, 160, built.mesh)
     built.reshard.lower(*weights)
-    built.lower_learner(48)
+    built.lower_learner(160)
     built.recompute_old_logp.lower(*weights, batch)
     assert {name for name, *_ in sampler} == {"prefill", "decode"}
     assert len(made) == len(sampler) + 3

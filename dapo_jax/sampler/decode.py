@@ -58,36 +58,45 @@ def prefill(
     values lie in the response's pages. prompt_page_RI, page_RI: pages that a row does not have, or
     that have its keys and values already, are cache.NULL_PAGE.
     """
-    T = tokens_RT.shape[1]
-    is_there_RT = jnp.arange(T) < tokens_R[:, None]
-    is_response_RT = is_there_RT & (jnp.arange(T) >= begin_R[:, None])
-    attend = _inside_rows(kernels, is_there_RT, is_response_RT)
-    kept, route_RTLA = _keys_and_values(params, tokens_RT, attend, config=config, axis=axis)
-    index_RT11 = jnp.minimum(begin_R[:, None] + jnp.arange(T), T - 1)[..., None, None]
+    T, begin_R1 = tokens_RT.shape[1], begin_R[:, None]
+    gap_R1 = -begin_R1 % kernels.part_multiple  # between a prompt and its response
+    place_1A = jnp.arange(T + kernels.part_multiple - 1)[None]
+    is_response_RA = place_1A >= begin_R1 + gap_R1
+    position_RA = jnp.where(is_response_RA, place_1A - gap_R1, place_1A)
+    is_there_RA = (is_response_RA | (place_1A < begin_R1)) & (position_RA < tokens_R[:, None])
+    tokens_RA = jnp.take_along_axis(tokens_RT, jnp.minimum(position_RA, T - 1), axis=1)
+    rows = tokens_RA, is_there_RA, is_there_RA & is_response_RA, position_RA
+    kept, route_RALA = _keys_and_values(params, *rows, config=config, kernels=kernels, axis=axis)
+    index_RT = jnp.minimum(begin_R1 + gap_R1 + jnp.arange(T), place_1A.size - 1)
+    index_RT11 = index_RT[..., None, None]
     of_responses = [[jnp.take_along_axis(a, index_RT11, axis=1) for a in layer] for layer in kept]
-    prompt_pages = _write_rows(prompt_pages, kept, prompt_page_RI)
-    return prompt_pages, _write_rows(pages, of_responses, page_RI), route_RTLA
+    of_prompts = [[a[:, :T] for a in layer] for layer in kept]
+    prompt_pages = _write_rows(prompt_pages, of_prompts, prompt_page_RI)
+    if route_RALA is not None:
+        index_RT = jnp.arange(T) + jnp.where(jnp.arange(T) < begin_R1, 0, gap_R1)
+        route_RALA = jnp.take_along_axis(route_RALA, index_RT[..., None, None], axis=1)
+    return prompt_pages, _write_rows(pages, of_responses, page_RI), route_RALA
 
 
-def _inside_rows(kernels: Kernels, segment_RT, branch_RT):
-    rows_RT = [jnp.asarray(a, jnp.int32) for a in (segment_RT, branch_RT)]
-    position_RT = jnp.broadcast_to(jnp.arange(segment_RT.shape[1]), segment_RT.shape)
-
-    def attend(q, k, v, window):
-        return kernels.attend_rows(q, k, v, *rows_RT, position_RT, window)
-
-    return attend
-
-
-def _keys_and_values(params, tokens_RT, attend, *, config: ModelConfig, axis: str | None):
+def _keys_and_values(
+    params,
+    tokens_RT,
+    segment_RT,
+    branch_RT,
+    position_RT,
+    *,
+    config: ModelConfig,
+    kernels: Kernels,
+    axis: str | None,
+):
     """Runs rows of tokens: (each layer's (k_RTKH, v_RTKH), route_RTLA or None)."""
+    numbers_RT = (*(jnp.asarray(a, jnp.int32) for a in (segment_RT, branch_RT)), position_RT)
 
     def attend_and_keep(q, k, v, *, window):
-        return attend(q, k, v, window), (k, v)
+        return kernels.attend_rows(q, k, v, *numbers_RT, window), (k, v)
 
-    position_1T = jnp.arange(tokens_RT.shape[1])[None]
     attends = [functools.partial(attend_and_keep, window=kind.window) for kind in config.kinds]
-    return hidden_layer_by_layer(params, config, tokens_RT, position_1T, attends, axis=axis)[1:]
+    return hidden_layer_by_layer(params, config, tokens_RT, position_RT, attends, axis=axis)[1:]
 
 
 def _write_rows(pages, kept, page_RI):

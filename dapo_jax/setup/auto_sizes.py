@@ -121,7 +121,10 @@ def fit_training(config: ConfigDict, *_, devices=None, device_bytes: int | None 
     of_group = r.max_prompt_tokens + r.group_size * MEAN_SHARE * r.max_response_tokens
     expected = r.num_prompts / config.updates_per_step * of_group / degree
     tokens = min(most, int(expected / 2))
+    kernels = kernels_for(config.model.kernels, platform_of(mesh))
+    largest = kernels.page_tokens(r.page_tokens, 1)  # of all sizes of heads
     longest = r.max_prompt_tokens + r.max_response_tokens - 1
+    longest += kernels.of_pages(largest).part_multiple - 1  # before the response
     multiple = learner.row_multiple(longest)
     if not c.row_tokens:
         # Two rows where there is enough: attention costs by the row's length.

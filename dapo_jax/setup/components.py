@@ -306,7 +306,15 @@ def programs(config: ConfigDict, vocab_size: int, *, devices=None) -> Programs:
     sizes = model_sizes(config)
     mesh = mesh_of(config, devices)
     kernels = kernels_for(config.model.kernels, platform_of(mesh))
-    kernels = kernels.of_pages(config.rollout.page_tokens)
+    kernels = kernels.of_pages(kernels.page_tokens(config.rollout.page_tokens, sizes.head_dim))
+    r, row_tokens, multiple = config.rollout, config.learner.row_tokens, kernels.part_multiple
+    longest = r.max_prompt_tokens - 1 + -(r.max_prompt_tokens - 1) % multiple
+    longest += r.max_response_tokens
+    if 0 < row_tokens < longest:
+        raise ValueError(
+            f"learner.row_tokens = {row_tokens} does not hold the longest response, which begins "
+            f"behind its prompt at a multiple of {multiple}: set {longest} or more"
+        )
     constants = learning(config, vocab_size, kernels, routes=sizes.routes)
     graph, params = abstract_params(sizes)
     shardings = rules.param_shardings(mesh, param_axes(params), params, rules.LEARNER)

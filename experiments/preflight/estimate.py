@@ -278,6 +278,7 @@ def step_seconds(
             row_lengths=learner.row_lengths(c),
             micro_batch_rows=rows,
             share_prompts=kernels.shares_prompts,
+            part_multiple=kernels.part_multiple,
         )
         micro_batches, sequence_N = -(-len(planned) // rows), update_PG.ravel()
         entries = micro_batches * rows * row_tokens

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from models.kernels import (
     cpu,
     flash_gpu,
+    flash_tpu,
     packed,
     paged_gpu,
     paged_tpu,
     pages_tpu,
-    splash_tpu,
     triton,
     xla,
 )
@@ -27,7 +27,8 @@ class Kernels:
 
     attend_rows(q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT, position_BT=None, window=None) ->
     out_BTNH attends inside packed rows, as `packed.packed_attention` does; shares_prompts says
-    whether several responses may stand there behind one prompt. attend_pages is `paged_tpu`'s or
+    whether several responses may stand there behind one prompt, and prompts and responses begin at
+    multiples of part_multiple tokens. attend_pages is `paged_tpu`'s or
     `paged_gpu`'s, with its last argument given, or None where plain XLA attends to pages and writes
     them in a loop; write_pages and copy_pages are `pages_tpu`'s or `xla`'s. page_tokens(tokens,
     head size) rounds a page up to what they take. learn_product and decode_product are einsums with
@@ -41,6 +42,7 @@ class Kernels:
     decode_product: Callable
     learn_product: Callable = jnp.einsum
     shares_prompts: bool = True
+    part_multiple: int = 1
     attend_pages: Callable | None = None
     write_pages: Callable | None = None
     copy_pages: Callable = xla.copy_pages
@@ -52,10 +54,10 @@ class Kernels:
 
     def of_pages(self, page_tokens: int) -> "Kernels":
         """Has attention in rows add up as that over pages does."""
-        if not self.shares_prompts:  # splash_tpu has an order of its own
-            return self
         return dataclasses.replace(
-            self, attend_rows=functools.partial(self.attend_rows, tile_tokens=page_tokens)
+            self,
+            attend_rows=functools.partial(self.attend_rows, tile_tokens=page_tokens),
+            part_multiple=page_tokens if self.part_multiple > 1 else 1,
         )
 
 
@@ -88,8 +90,9 @@ def _tiles(mib: int) -> dict[str, object]:
 
 def _tpu(*, interpret: bool) -> Kernels:
     return Kernels(
-        attend_rows=functools.partial(splash_tpu.splash_attention, interpret=interpret),
+        attend_rows=functools.partial(flash_tpu.flash_attention, interpret=interpret),
         shares_prompts=False,
+        part_multiple=LANES,
         attend_pages=functools.partial(paged_tpu.paged_attention, interpret=interpret),
         write_pages=functools.partial(pages_tpu.write_pages, interpret=interpret),
         copy_pages=functools.partial(pages_tpu.copy_pages, interpret=interpret),

@@ -11,7 +11,7 @@ import re
 import jax
 import jax.numpy as jnp
 
-# Of all programs: products by themselves, not fused with others, whose sums add up one term after the
+# Of all programs: products by themselves, not fused with others, that add up one term after the
 # other, in blocks of 512. Else their order depends on the shapes: there are one, two or four sums.
 OPTIONS = {
     "xla_cpu_enable_platform_dependent_math": False,

@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 
 MASKED = -1e30  # finite: a query with nothing to attend to gives a uniform softmax, never NaN
+LEAST = -1e29  # the power of no key: above MASKED, so that what is not seen has weight 0
 LEAST_POWER = -127  # of float32's numbers, and below
 
 
