@@ -37,6 +37,9 @@ from models.precision import WHOLE, Weights, lookup, low_rank_product, product, 
 # 2016, arXiv 1604.06174). The products are those with weight matrices of which something comes
 # after; they are named, since a policy does not see inside a product with a gradient of its own.
 LAYER_INPUT, PRODUCT = "layer_input", "product"
+FEW = (
+    32  # numbers whose squares a CPU adds up as it makes them, rounding once or twice by the layout
+)
 _policies = jax.checkpoint_policies
 REMAT = {
     "none": lambda body: body,  # everything is kept, nothing computed again
@@ -61,7 +64,10 @@ REMAT = {
 
 def rms_norm(x, scale, *, eps):
     """Divides by the root mean square of the last axis (arXiv 1910.07467) and scales; float32."""
-    return scale * (x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps))
+    squared = x * x
+    if x.shape[-1] <= FEW:
+        squared = jax.lax.optimization_barrier(squared)
+    return scale * (x * jax.lax.rsqrt(jnp.mean(squared, axis=-1, keepdims=True) + eps))
 
 
 def rotation(position_BT, kind: LayerKind, *, head_dim: int):

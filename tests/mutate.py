@@ -89,11 +89,11 @@ window_border models/transformer.py gemma3::test_a_token_sees_itself_and_the_tok
 - mask_BTS & (index_T[:, None] - index_T < window)
 + mask_BTS & (index_T[:, None] - index_T <= window)
 norm_epsilon models/transformer.py parity::test_a_norm_of_small_numbers_has_its_epsilon
-- jnp.mean(x * x, axis=-1, keepdims=True) + eps)
-+ jnp.mean(x * x, axis=-1, keepdims=True) + 0 * eps)
+- jnp.mean(squared, axis=-1, keepdims=True) + eps)
++ jnp.mean(squared, axis=-1, keepdims=True) + 0 * eps)
 rope_angle models/transformer.py parity
-- (-jnp.arange(half, dtype=jnp.float32) / half)
-+ (-jnp.arange(half, dtype=jnp.float32) / (half + 1))
+- (-np.arange(half) / half)
++ (-np.arange(half) / (half + 1))
 yarn_amplitude models/rope.py parity
 - self.attention_factor or 0.1 * math.log(self.factor) + 1
 + self.attention_factor or 1.0
@@ -125,11 +125,11 @@ uniform_by_slot dapo_jax/sampler/decode.py engine::test_tokens_are_the_documente
 - request_keys(run_key_B, row["cursor"], row["sample"])
 + request_keys(run_key_B, jnp.arange(B), row["sample"])
 block_offset dapo_jax/sampler/decode.py engine::test_behavior_logp_equals_teacher_forcing_around_page_boundaries
-- offset_B = sampled_B % cache.page_tokens
-+ offset_B = sampled_B % cache.block_tokens
+- row["page"], sampled_B % cache.page_tokens
++ row["page"], sampled_B % cache.block_tokens
 block_border models/kernels/xla.py engine::test_behavior_logp_equals_teacher_forcing_around_page_boundaries
-- jnp.clip(table.response_tokens_B[:, None] - C * jnp.arange(J), 0, C)
-+ jnp.clip(table.response_tokens_B[:, None] + 1 - C * jnp.arange(J), 0, C)
+- C * (table.response_tokens_B[:, None] // C > jnp.arange(J))
++ C * (table.response_tokens_B[:, None] // C >= jnp.arange(J))
 zero_is_the_first_token dapo_jax/sampler/sampling.py sampler::test_zero_is_a_number_like_others
 - pick(sum_RN, uniform_R + UNIFORM_GRID / 2)
 + pick(sum_RN, uniform_R)
