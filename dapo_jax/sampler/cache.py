@@ -10,9 +10,7 @@ import math
 import numpy as np
 
 NULL_PAGE = 0  # the page that no request owns: idle rows of a batch write there
-# Batches are padded to a multiple. Where plain XLA computes them on a CPU, a row has the same bits
-# in each of them: of fewer than 8 rows products have another order.
-ROWS, XLA_ROWS = 32, 8
+ROWS, XLA_ROWS = 32, 8  # batches are padded to a multiple; the second where plain XLA attends
 # What plain XLA decodes, as parts of the slots and of the response pages: the first that holds the
 # occupied slots and their full pages. Elsewhere than on a CPU the bits of a row may differ.
 PARTS = ((1 / 4, 1 / 8), (1 / 2, 1 / 4), (1 / 2, 1 / 2), (1, 1 / 2), (1, 3 / 4), (1, 1))

@@ -28,14 +28,13 @@ class Kernels:
     attend_rows(q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT, position_BT=None, window=None) ->
     out_BTNH attends inside packed rows, as `packed.packed_attention` does; shares_prompts says
     whether several responses may stand there behind one prompt, and prompts and responses begin at
-    multiples of part_multiple tokens. attend_pages is `paged_tpu`'s or
-    `paged_gpu`'s, with its last argument given, or None where plain XLA attends to pages and writes
-    them in a loop; write_pages and copy_pages are `pages_tpu`'s or `xla`'s. page_tokens(tokens,
-    head size) rounds a page up to what they take. learn_product and decode_product are einsums with
-    a weight matrix. With unrolls_layers the learner unrolls its layers instead of scanning them,
-    where it recomputes nothing. wide_options are the compiler's for the sampler's programs that run
-    many tokens at once, update_options for the update. platform is the one that can run all this;
-    None: any.
+    multiples of part_multiple tokens. attend_pages is `paged_tpu`'s or `paged_gpu`'s, with its last
+    argument given, or None where plain XLA attends to pages and writes them in a loop; write_pages
+    and copy_pages are `pages_tpu`'s or `xla`'s. page_tokens(tokens, head size) rounds a page up to
+    what they take. learn_product and decode_product are einsums with a weight matrix. With
+    unrolls_layers the learner unrolls its layers instead of scanning them, where it recomputes
+    nothing. wide_options are the compiler's for the sampler's programs that run many tokens at
+    once, update_options for the update. platform is the one that can run all this; None: any.
     """
 
     attend_rows: Callable

@@ -268,19 +268,6 @@ def padded(array_BT, multiple: int):
     return jnp.pad(array_BT, ((0, 0), (0, missing)) + ((0, 0),) * (array_BT.ndim - 2))
 
 
-def accumulate(state, x_QW, v, dot):
-    """Adds W more scores and values to a kernel's running softmax (max_Q1, sum_Q1, out_QH).
-
-    dot(p_QW, v) -> out_QH sums over the W tokens.
-    """
-    max_Q1, sum_Q1, out_QH = state
-    new_max_Q1 = jnp.maximum(max_Q1, x_QW.max(axis=1, keepdims=True))
-    p_QW = jnp.exp(x_QW - new_max_Q1)
-    decay_Q1 = jnp.exp(max_Q1 - new_max_Q1)
-    sum_Q1 = sum_Q1 * decay_Q1 + p_QW.sum(axis=1, keepdims=True)
-    return new_max_Q1, sum_Q1, out_QH * decay_Q1 + dot(p_QW.astype(v.dtype), v)
-
-
 def like(array, shape=None, dtype=None) -> jax.ShapeDtypeStruct:
     """Describes a kernel's output that varies over a mesh, inside shard_map, as an input does."""
     axes = jax.typeof(array).manual_axis_type
