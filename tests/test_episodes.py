@@ -177,12 +177,11 @@ def reference(request):
     params = random_params(config)[1]
     engine, *rest = build(config, SPARE, params)
     restore = Session._restore
-    with (
-        mock.patch.object(session_module, "LONG_ANSWER", longest),
-        mock.patch.object(Session, "_restore", autospec=True, side_effect=restore) as restored,
-    ):
-        yield config, params, played(engine, *rest, Scripted())
+    with mock.patch.object(session_module, "LONG_ANSWER", longest):
+        with mock.patch.object(Session, "_restore", autospec=True, side_effect=restore) as restored:
+            expected = played(engine, *rest, Scripted())
         assert restored.called == (longest == 2)
+        yield config, params, expected
 
 
 @pytest.mark.parametrize(("cache", "shards"), [(SCARCE, 1), (SPARE, 2), (SCARCE, 2)])
@@ -255,7 +254,7 @@ def test_an_episode_goes_on_in_other_sessions_as_if_it_had_never_stopped(
             session = Session(engine, *rest, Stream(RUN_KEY, LONG), environments=Scripted())
             for it in resaved(partial):
                 prompt = Prompt(FEW[it.cursor])
-                session.submit(it.cursor, prompt, group_size=5, keeps=True, partial=it)
+                session.submit(it.cursor, prompt, group_size=5, partial=it)
             if steps is None:
                 responses |= drain(session)
                 break

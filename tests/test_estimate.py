@@ -150,7 +150,7 @@ def test_a_rollout_takes_the_steps_of_its_schedule(lengths, how, seconds):
     assert simulate(lengths, **how) == (seconds, 0)
 
 
-def test_without_pages_a_response_is_sampled_again():
+def test_without_pages_a_response_waits():
     """Two responses of 12 tokens take 3 pages each at the end; there are 4 beside the null page."""
     assert simulate([12, 12], pages=5)[0] > simulate([12, 12])[0] == 12
 

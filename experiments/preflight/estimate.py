@@ -216,9 +216,7 @@ def simulate(
             if scheduler.idle_slots >= IDLE_SHARE * shards * cache.slots:
                 while scheduler.idle_slots and more():
                     limits = length_PG[len(begun) % groups]
-                    scheduler.submit(
-                        len(begun), prompt_tokens, limits, keeps=cache.partial_rollouts
-                    )
+                    scheduler.submit(len(begun), prompt_tokens, limits)
                     begun.append(step)
             plan = scheduler.next_block(more=more())
             used_N = np.minimum(plan.left_N, cache.block_tokens)
