@@ -37,9 +37,6 @@ from models.precision import WHOLE, Weights, lookup, low_rank_product, product, 
 # 2016, arXiv 1604.06174). The products are those with weight matrices of which something comes
 # after; they are named, since a policy does not see inside a product with a gradient of its own.
 LAYER_INPUT, PRODUCT = "layer_input", "product"
-FEW = (
-    32  # numbers whose squares a CPU adds up as it makes them, rounding once or twice by the layout
-)
 _policies = jax.checkpoint_policies
 REMAT = {
     "none": lambda body: body,  # everything is kept, nothing computed again
@@ -64,10 +61,7 @@ REMAT = {
 
 def rms_norm(x, scale, *, eps):
     """Divides by the root mean square of the last axis (arXiv 1910.07467) and scales; float32."""
-    squared = x * x
-    if x.shape[-1] <= FEW:
-        squared = jax.lax.optimization_barrier(squared)
-    return scale * (x * jax.lax.rsqrt(jnp.mean(squared, axis=-1, keepdims=True) + eps))
+    return scale * (x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps))
 
 
 def rotation(position_BT, kind: LayerKind, *, head_dim: int):
@@ -213,10 +207,7 @@ class Layer(nnx.Module):
         heads = rope(q, cos_sin), rope(k, cos_sin), v
         q, k, v = (checkpoint_name(x.astype(dtype), PRODUCT) for x in heads)
         out, kept = attend(q, k, v)
-        # Heads as one axis: XLA sums over two in an order for which it copies the matrix first.
-        out, o = out.reshape(*out.shape[:2], -1), self.o_NHD[...]
-        o = o.reshape(-1, o.shape[-1])
-        out = reduce(times(project, "BTZ,ZD->BTD", out, o, "o"))
+        out = reduce(times(project, "BTNH,NHD->BTD", out, self.o_NHD[...], "o"))
         x_BTD = x_BTD + self.added(out, "attn")
         x_BTD = checkpoint_name(x_BTD, PRODUCT)
         h = gather(self.norm(x_BTD, self.mlp_norm_D[...], eps=eps).astype(dtype))

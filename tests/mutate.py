@@ -89,8 +89,8 @@ window_border models/transformer.py gemma3::test_a_token_sees_itself_and_the_tok
 - mask_BTS & (index_T[:, None] - index_T < window)
 + mask_BTS & (index_T[:, None] - index_T <= window)
 norm_epsilon models/transformer.py parity::test_a_norm_of_small_numbers_has_its_epsilon
-- jnp.mean(squared, axis=-1, keepdims=True) + eps)
-+ jnp.mean(squared, axis=-1, keepdims=True) + 0 * eps)
+- jnp.mean(x * x, axis=-1, keepdims=True) + eps)
++ jnp.mean(x * x, axis=-1, keepdims=True) + 0 * eps)
 rope_angle models/transformer.py parity
 - (-np.arange(half) / half)
 + (-np.arange(half) / (half + 1))

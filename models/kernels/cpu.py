@@ -17,7 +17,7 @@ OPTIONS = {
     "xla_cpu_enable_platform_dependent_math": False,
     "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT",
 }
-FEW_ROWS = 64  # below them a product with the weights on the left has other blocks
+FEW = 64  # rows on the left of a product: below them it has other blocks
 
 
 def weights_first(spec, x, w, **options):
@@ -26,10 +26,11 @@ def weights_first(spec, x, w, **options):
     The weights are on the left then, which is faster. A row has the same bits in every batch.
     """
     x_axes, w_axes, out_axes = re.split(",|->", spec)
-    if math.prod(x.shape[: sum(axis in out_axes for axis in x_axes)]) < FEW_ROWS:
-        return jnp.einsum(spec, x, w, **options)
     of_w = "".join(axis for axis in w_axes if axis not in x_axes)
     of_x = "".join(axis for axis in x_axes if axis not in w_axes)
+    size = dict(zip(x_axes + w_axes, x.shape + w.shape, strict=True))
+    if min(math.prod(size[axis] for axis in axes) for axes in (of_x, of_w)) < FEW:
+        return jnp.einsum(spec, x, w, **options)
     out = jnp.einsum(f"{w_axes},{x_axes}->{of_w}{of_x}", w, x, **options)
     return jnp.einsum(f"{of_w}{of_x}->{out_axes}", jax.lax.optimization_barrier(out))
 
