@@ -207,7 +207,10 @@ class Layer(nnx.Module):
         heads = rope(q, cos_sin), rope(k, cos_sin), v
         q, k, v = (checkpoint_name(x.astype(dtype), PRODUCT) for x in heads)
         out, kept = attend(q, k, v)
-        out = reduce(times(project, "BTNH,NHD->BTD", out, self.o_NHD[...], "o"))
+        # Heads as one axis: XLA sums over two in an order for which it copies the matrix first.
+        out, o = out.reshape(*out.shape[:2], -1), self.o_NHD[...]
+        o = o.reshape(-1, o.shape[-1])
+        out = reduce(times(jnp.einsum, "BTZ,ZD->BTD", out, o, "o"))
         x_BTD = x_BTD + self.added(out, "attn")
         x_BTD = checkpoint_name(x_BTD, PRODUCT)
         h = gather(self.norm(x_BTD, self.mlp_norm_D[...], eps=eps).astype(dtype))
@@ -412,12 +415,13 @@ def unstack(params: dict[str, Any]) -> dict[str, Any]:
 def transposed(layer: dict[str, Any]) -> dict[str, Any]:
     """Stores a layer's matrices with D, the axis that all have, at the other end: x_DF as x_FD.
 
-    Names say so too; vectors and experts stay. Twice gives the layer back.
+    Names say so too; vectors, attention's output projection and experts stay. Twice gives the layer
+    back.
     """
 
     def transpose(name, array):
         stem, _, axes = name.rpartition("_")
-        if axes == "D" or "D" not in axes or "E" in axes:
+        if stem == "o" or axes == "D" or "D" not in axes or "E" in axes:
             return name, array
         if axes[0] == "D":
             return f"{stem}_{axes[1:]}D", jnp.moveaxis(array, 0, -1)
