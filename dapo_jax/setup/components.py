@@ -310,7 +310,7 @@ def programs(config: ConfigDict, vocab_size: int, *, devices=None) -> Programs:
     r, row_tokens, multiple = config.rollout, config.learner.row_tokens, kernels.part_multiple
     longest = r.max_prompt_tokens - 1 + -(r.max_prompt_tokens - 1) % multiple
     longest += r.max_response_tokens
-    if 0 < row_tokens < longest:
+    if multiple > 1 and 0 < row_tokens < longest:
         raise ValueError(
             f"learner.row_tokens = {row_tokens} does not hold the longest response, which begins "
             f"behind its prompt at a multiple of {multiple}: set {longest} or more"
