@@ -35,7 +35,7 @@ SMALL_SETTINGS = {
     "rollout.cache_mib": 5,
     "algo.overlong_cache_tokens": 32,
     "algo.old_logprobs": "learner",
-    "learner.row_tokens": 128,
+    "learner.row_tokens": 256,  # a TPU's prompts and responses begin at multiples of 128
     "learner.micro_batch_rows": 8,
     "eval.every_steps": 0,
 }

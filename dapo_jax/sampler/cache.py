@@ -74,18 +74,17 @@ class Cache:
     def buckets(self) -> dict[int, int]:
         """Maps the padded rows that prefill is compiled for, in pages, to the rows of a call.
 
-        1, 2, 4 and so on, and the longest prompt. Samples that lose their pages need the longest
-        prompt and response; where it is common that partial responses are computed, the powers
-        before that too. A call has as many tokens as the longest prompt, or one row.
+        1, 2, 4 and so on, and the longest prompt; where partial responses are computed too, up to
+        the longest prompt and response. A call has as many tokens as the longest prompt, or a row.
         """
-        prompt, response = self.pages_per_prompt, self.pages_per_response
-        whole = -(-(self.max_prompt_tokens + self.max_response_tokens) // self.page_tokens)
-        longest = [prompt]
-        if self.partial_rollouts or self.turns or self.pages <= self.slots * response:
-            longest.append(whole)
-        until = whole if self.partial_rollouts or self.turns else prompt
-        powers = [2**i for i in range(until.bit_length()) if 2**i < until]
-        return {pages: max(1, prompt // pages) for pages in sorted({*powers, *longest}) if pages}
+        prompt, longest = self.pages_per_prompt, self.pages_per_prompt
+        if self.partial_rollouts or self.turns:
+            whole = self.max_prompt_tokens + self.max_response_tokens
+            longest = -(-whole // self.page_tokens)
+        powers = [2**i for i in range(longest.bit_length()) if 2**i < longest]
+        return {
+            pages: max(1, prompt // pages) for pages in sorted({*powers, prompt, longest}) if pages
+        }
 
     @property
     def row_dtype(self) -> np.dtype:

@@ -294,7 +294,7 @@ class Scheduler:
         """Gives a page to every response whose last one is full, the oldest sample first.
 
         Where a shard has too few, the youngest sample is preempted, as often as needed. Returns
-        those.
+        those that keep their tokens.
         """
         preempted = []
         full_DB = self._rows_DB["sampled"] == self._rows_DB["pages"] * self.cache.page_tokens
@@ -307,18 +307,24 @@ class Scheduler:
                 is_alone = (age_B >= 0).sum() == 1
                 if not self._drop(d, younger_than=-1 if is_alone else age_B[youngest]):
                     full_DB[d, youngest] = False
-                    preempted.append(self._preempt(d, youngest))
+                    preempted += self._preempt(d, youngest)
         shard_N, slot_N = np.nonzero(full_DB)
         order = np.lexsort((self._rows_DB["age"][shard_N, slot_N], shard_N))
         self._give_pages(shard_N[order], slot_N[order])
         return preempted
 
-    def _preempt(self, d: int, b: int) -> Held:
-        """Makes a sample wait until there is room for it; returns what it held."""
+    def _preempt(self, d: int, b: int) -> list[Held]:
+        """Makes a sample wait until there is room; returns it if it keeps its tokens.
+
+        Those that only its policy sampled are sampled again, to the same bits: computing them
+        together would have all shards wait for one.
+        """
         lost = self._leave(d, b)
         self._ready[d].appendleft((lost.prefix, lost.sample))
+        if not (self.cache.partial_rollouts or lost.prefix.parks):
+            return []
         lost.prefix.first_tokens[lost.sample] = lost.tokens
-        return lost
+        return [lost]
 
     def _admit(self) -> list[Prefill]:
         """Moves ready samples to free slots, lowest slot first, above the watermark of free pages.

@@ -236,8 +236,9 @@ def agree_pages(work: Work, N: int, K: int, H: int) -> str:
     prompt_pool, pool, recent = pools[:2], pools[2:], (k_BKHS, v_BKSH)
     rng = np.random.default_rng(0)
     page_BI, page_BJ = ((1 + rng.permutation(B * n)).reshape(B, n).astype(np.int32) for n in (I, J))
-    most = I * C, J * C, BLOCK
-    prompt_B, response_B, recent_B = (rng.integers(1, 1 + n, B, np.int32) for n in most)
+    prompt_B, recent_B = (rng.integers(1, 1 + most, B, np.int32) for most in (I * C, BLOCK))
+    response_B = BLOCK * rng.integers(0, J * C // BLOCK, B, np.int32)
+    open_B = page_BJ[np.arange(B), response_B // C]
     table = xla.PageTable(page_BI, page_BJ, prompt_B, response_B, np.arange(B, dtype=np.int32))
 
     def ours(q_BNH, recent, prompt_pool, pool):
@@ -247,10 +248,14 @@ def agree_pages(work: Work, N: int, K: int, H: int) -> str:
 
     def plain(q_BNH, recent, prompt_pool, pool):
         whole = (I + J) * C + BLOCK + 1  # a window that sees all
-        return xla.near_attention(prompt_pool, pool, table, window=whole)(q_BNH, recent, recent_B)
+        opened = [
+            jnp.concatenate([array_P[open_B], block], axis=axis)
+            for array_P, block, axis in zip(pool, recent, (3, 2), strict=True)
+        ]
+        return xla.near_attention(prompt_pool, pool, table, window=whole)(q_BNH, opened, recent_B)
 
     attended = [jax.jit(run)(q_BNH, recent, prompt_pool, pool) for run in (ours, plain)]
-    offset_B = (response_B // BLOCK * BLOCK % C).astype(np.int32)
+    offset_B = response_B % C
 
     def same(run, plainly, *given) -> str:
         is_same = off(jax.jit(run)(*given), jax.jit(plainly)(*given)) == 0
