@@ -236,7 +236,7 @@ def test_the_learner_takes_the_samplers_experts_and_counts_other_choices(folder)
     how = {"kl_coef": 0.1, "old_logprobs": "learner"}
     before, (replayed, metrics), (_, seen) = updates(folder, rotates=True, **how)
     assert metrics["routes/differ"] == 0
-    assert metrics["ratio_gap"] <= 1e-5
+    assert metrics["ratio_gap"] == 0
     moved = jax.tree.map(lambda a, b: (a != b).any(), before, replayed)
     assert all(jax.tree.leaves(moved)), moved
     assert 0.1 < seen["routes/differ"] < 0.2  # a third of the tokens, half of the layers

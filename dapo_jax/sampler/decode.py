@@ -292,7 +292,7 @@ def _by_pieces(prompt_pages, pages, table: xla.PageTable, page_P, *, readers: in
     def attend(q_BNH, block, live_B, *, layer):
         if layer in near:
             return near[layer](q_BNH, block, live_B)
-        q = tiles.scaled(q_BNH, q_BNH.shape[-1])
+        q = tiles.scaled(q_BNH)
         recent = xla.open_attention(q, block, table.response_tokens_B, live_B, page_tokens=C)
         prompt = xla.page_attention(xla.of_readers(q, reader_URB), *prompt_pages[layer], seen_UC)
         response = xla.page_attention(xla.of_readers(q, reader_P1B), *closed[layer], seen_PC)

@@ -8,9 +8,10 @@ bfloat16 and random weights, where not said otherwise. Of several GPUs the first
 TPU updates and steps take all chips, and the other rows one. The kinds of rows, in their order:
 
     rates      of a copy and of a product
-    agree      how far the kernels of pages and of rows are from plain XLA. Then one step in float32
-               with all of them: how far the sampler's log-probabilities are from the learner's, and
-               Adam's moments from plain XLA's; whether a second one has the same bits
+    agree      how far the kernels of pages and of rows are from plain XLA. Then one step with all
+               of them, in both dtypes: whether the sampler's log-probabilities are the learner's to
+               the bit, how far Adam's moments are from plain XLA's, and whether a second step has
+               the same bits
     step       a config's, with response lengths spread as those of Qwen2.5's family, and the memory
     update     four rows a device of one response each, layers recomputed
     decode     256 slots, or as many as fit, that have sampled so many tokens each
@@ -82,7 +83,7 @@ class Work:
 
     devices: of updates and steps; None: all. attention: (tokens of a row, query heads, key heads,
     head size), by each of methods. updates: (model, tokens of a row). decodes: (model, tokens that
-    a slot has sampled). steps: models of the config. agree: tokens of a row.
+    a slot has sampled). steps: models of the config. agree: tokens of a row. agree_steps: models.
     """
 
     kernels: str
@@ -98,6 +99,7 @@ class Work:
     slots: int = 256
     segments: tuple[int, ...] = (1, 20)
     agree: int = 2_048
+    agree_steps: tuple[str, ...] = ("tiny", "0.5b")
     copy_mib: int = 2_048
     product: int = 8_192
     repeats: int = 5
@@ -142,6 +144,7 @@ TOY = {
     "slots": 8,
     "segments": (1, 3),
     "agree": 256,
+    "agree_steps": ("tiny",),
     "copy_mib": 16,
     "product": 256,
     "repeats": 1,
@@ -277,15 +280,16 @@ def agree_rows(work: Work, *heads: int) -> str:
     return f"{', '.join(each)} from plain XLA's"
 
 
-def agree_step(work: Work) -> str:
-    """Takes a step of float32 twice by the kernels, and its update by plain XLA."""
+def agree_step(work: Work, preset: str, dtype: str) -> str:
+    """Takes a step twice by the kernels, and its update by plain XLA."""
     r = {"num_prompts": 4, "group_size": 4, "max_prompt_tokens": PROMPT}
     r |= {"max_response_tokens": 64, "slot_tokens": 64, "page_tokens": 64}
     settings = {f"rollout__{name}": value for name, value in r.items()} | {"updates_per_step": 1}
     settings |= {"learner__row_tokens": 256, "learner__micro_batch_rows": 2}
-    how = settings | {"requests": 16, "devices": jax.devices()[:1]}
+    settings |= {"model__compute_dtype": dtype, "requests": 16, "devices": jax.devices()[:1]}
     built, plain = (
-        common.programs("tiny", model__kernels=kernels, **how) for kernels in (work.kernels, "xla")
+        common.programs(preset, model__kernels=kernels, **settings)
+        for kernels in (work.kernels, "xla")
     )
     prompts, advantage_PG = common.random_prompts(built, 4, PROMPT), np.ones((4, 4), np.float32)
     advantage_PG[:, ::2] *= -1
@@ -307,9 +311,10 @@ def agree_step(work: Work) -> str:
         for a, b in zip(first, second, strict=True)
     )
     same &= all(map(np.array_equal, jax.tree.leaves(state), jax.tree.leaves(state_again)))
-    moments = off(state.opt_state, plain_state.opt_state)
+    moments, gap = off(state.opt_state, plain_state.opt_state), float(metrics["ratio_gap"])
+    said = f"{gap:.1e}" if gap else "0, the sampler's log-probabilities are the learner's"
     return (
-        f"ratio gap {float(metrics['ratio_gap']):.1e}; moments are {moments:.1e} from plain XLA's; "
+        f"ratio gap {said}; moments are {moments:.1e} from plain XLA's; "
         f"a second step {'has the same bits' if same else 'DIFFERS'}"
     )
 
@@ -567,7 +572,10 @@ def rows_of(work: Work) -> Iterator[tuple[str, Callable[[], str]]]:
         for name, run in (("pages", agree_pages), ("rows", agree_rows)):
             text = f"agree, {name}, {heads[0]} x {heads[2]} heads"
             yield text, functools.partial(run, work, *heads)
-    yield "agree, a step", functools.partial(agree_step, work)
+    for preset in work.agree_steps:
+        for dtype in ("float32", "bfloat16"):
+            text = f"agree, a step of {preset}, {dtype}"
+            yield text, functools.partial(agree_step, work, preset, dtype)
     for preset in work.steps:
         yield f"step, {preset}", functools.partial(step, work, preset)
     for kind, works in ((update, work.updates), (decode, work.decodes)):

@@ -287,7 +287,7 @@ def _queries_kernel(rows, *refs, tile, interpret, split, window):
 
     def visit(d_q_QH, k_SH, v_SH, seen_QS):
         x_QS = triton.dot(q_QH, k_SH.T)
-        p_QS = triton.exp2(x_QS, triton.scale(H), -norm_Q1, interpret=interpret)
+        p_QS = triton.exp2(x_QS, tiles.scale(H), -norm_Q1, interpret=interpret)
         if seen_QS is not None:
             p_QS = jnp.where(seen_QS, p_QS, 0.0)
         d_x_QS = p_QS * (triton.dot(d_out_QH, v_SH.T) - dot_Q1)
@@ -328,7 +328,7 @@ def _keys_kernel(bounds_ref, rows, *refs, tile, interpret, window):
         q_QH, d_out_QH = q_ref[b, queries, n, :], d_out_ref[b, queries, n, :]
         norm_1Q, dot_1Q = norm_ref[b, n, queries][None], dot_ref[b, n, queries][None]
         x_SQ = triton.dot(k_SH, q_QH.T)
-        p_SQ = triton.exp2(x_SQ, triton.scale(H), -norm_1Q, interpret=interpret)
+        p_SQ = triton.exp2(x_SQ, tiles.scale(H), -norm_1Q, interpret=interpret)
         if not whole_only:
             query_1Q = queries.start + jnp.arange(Q)[None]
             seen_SQ = (key_S1 <= query_1Q) & (query_1Q < until_S1)

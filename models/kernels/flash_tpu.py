@@ -10,7 +10,6 @@ queries, J blocks of keys. Scores have keys first: a tile's powers, one a query,
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from models.kernels.pages_tpu import LANES
-from models.kernels.tiles import LEAST, MASKED, power_of_two
+from models.kernels.tiles import LEAST, MASKED, power_of_two, scale
 from models.kernels.xla import ATTENTION, like, padded
 
 # Smaller blocks hold fewer pairs of different segments, but the kernels have a step for each block,
@@ -203,7 +202,7 @@ def _backward(how, residuals, d_out_NTH):
 def _flash_backward(last_ref, q_ref, d_out_ref, norm_ref, dot_ref, number_2Q_ref, *refs, how):
     """Computes a block's weights again, and from them a part of each gradient."""
     k_ref, v_ref, number_S2_ref, d_q_ref, d_k_ref, d_v_ref, d_k_sum_ref, d_v_sum_ref = refs
-    j, i, scale = pl.program_id(1), pl.program_id(2), q_ref.shape[1] ** -0.5
+    j, i, of_scores = pl.program_id(1), pl.program_id(2), q_ref.shape[1] ** -0.5
 
     @pl.when(i == 0)
     def _():
@@ -220,17 +219,17 @@ def _flash_backward(last_ref, q_ref, d_out_ref, norm_ref, dot_ref, number_2Q_ref
         d_weight_SQ = dot(v_ref[...], d_out_ref[...], (1, 1))
         d_score_SQ = (weight_SQ * (d_weight_SQ - dot_ref[...])).astype(q_ref.dtype)
         d_k_sum_ref[...] += dot(d_score_SQ, q_ref[...], (1, 0))
-        d_q_ref[...] = (dot(k_ref[...], d_score_SQ, (0, 0)) * scale).T.astype(d_q_ref.dtype)
+        d_q_ref[...] = (dot(k_ref[...], d_score_SQ, (0, 0)) * of_scores).T.astype(d_q_ref.dtype)
 
     @pl.when(i == pl.num_programs(2) - 1)
     def _():
-        d_k_ref[...] = (d_k_sum_ref[...] * scale).astype(d_k_ref.dtype)
+        d_k_ref[...] = (d_k_sum_ref[...] * of_scores).astype(d_k_ref.dtype)
         d_v_ref[...] = d_v_sum_ref[...].astype(d_v_ref.dtype)
 
 
 def _scores(q_ref, k_ref):
     """Computes x_SQ, of which 2^x is a weight."""
-    return dot(k_ref[...], q_ref[...], (1, 1)) * (math.log2(math.e) * q_ref.shape[1] ** -0.5)
+    return dot(k_ref[...], q_ref[...], (1, 1)) * scale(q_ref.shape[1])
 
 
 def _seen(number_2Q_ref, number_S2, window: int | None):

@@ -208,7 +208,7 @@ def _attention(window, tile_tokens, q_BTNH, k_BTKH, v_BTKH, *rows_BT):
 def _forward(window, tile_tokens, q_BTNH, k_BTKH, v_BTKH, *rows_BT):
     K, H = k_BTKH.shape[2:]
     visits = _visits(*rows_BT, window=window, tile_tokens=tile_tokens)
-    q_QKMH = _queries(tiles.scaled(q_BTNH, H), K)
+    q_QKMH = _queries(tiles.scaled(q_BTNH), K)
     k_KZH, v_KZH = _keys(k_BTKH, tile_tokens), _keys(v_BTKH, tile_tokens)
 
     def query_blocks(query_W):

@@ -12,7 +12,6 @@ gives the same bits. The running block's tokens are put into the last page, wher
 """
 
 import functools
-import math
 
 import jax.numpy as jnp
 from jax import lax
@@ -21,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from models.kernels.flash_tpu import dot
 from models.kernels.pages_tpu import LANES, as_stored, token_axes
-from models.kernels.tiles import LEAST, MASKED, power_of_two
+from models.kernels.tiles import LEAST, MASKED, power_of_two, scale
 from models.kernels.xla import like, window_pages
 
 BLOCK_BYTES = 256 * 1024  # of the keys of a block, and as much of its values
@@ -121,7 +120,6 @@ def _kernel(hidden_ref, prompt_tokens_ref, tokens_ref, page_ref, q_ref, *refs, t
     R, M, C = recents[1].shape[2], v_ref.shape[1], v_ref.shape[3 + v_token_axis]
     first = pl.program_id(0) * S
     end = jnp.minimum(first + S, tokens_ref.shape[0])
-    scale = math.log2(math.e) * H**-0.5
 
     def prompt_pages(slot):
         return pl.cdiv(prompt_tokens_ref[jnp.minimum(slot, end - 1)], C)
@@ -239,7 +237,7 @@ def _kernel(hidden_ref, prompt_tokens_ref, tokens_ref, page_ref, q_ref, *refs, t
                     if window is not None and not m:  # of the slot's first page
                         seen_QC &= (block > 0) | (token_QC >= hidden_ref[slot])
                     # The maximum is there as in `flash_tpu`.
-                    x_ZC.append(jnp.where(seen_QC, jnp.maximum(x_QC * scale, MASKED), MASKED))
+                    x_ZC.append(jnp.where(seen_QC, jnp.maximum(x_QC * scale(H), MASKED), MASKED))
             x_ZC = jnp.concatenate(x_ZC)
             power_Z1 = jnp.maximum(jnp.ceil(x_ZC.max(axis=1, keepdims=True)), LEAST)
             power_K = [

@@ -39,9 +39,14 @@ class Sums(NamedTuple):
     power: jax.Array
 
 
-def scaled(q, head_dim: int):
-    """Makes queries of which a product with a key is x: float32, times log2(e) / sqrt(H)."""
-    return q.astype(jnp.float32) * (math.log2(math.e) * head_dim**-0.5)
+def scale(head_dim: int) -> float:
+    """Gives what makes a product q k the power of two of a weight, x: log2(e) / sqrt(H)."""
+    return math.log2(math.e) * head_dim**-0.5
+
+
+def scaled(q):
+    """Makes queries of which a product with a key is x: float32."""
+    return q.astype(jnp.float32) * scale(q.shape[-1])
 
 
 def tile(q_MH, k_HC, v_CH, seen_MC) -> Sums:

@@ -11,7 +11,6 @@ A kernel gets references to whole arrays in global memory and loads what it need
 loaded are powers of two.
 """
 
-import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -61,17 +60,12 @@ def split_tokens(page_tokens: int) -> int:
     return max(page_tokens, SPLIT_TOKENS)
 
 
-def scale(head_dim: int) -> float:
-    """Gives what makes q k the power of 2 of a weight."""
-    return math.log2(math.e) * head_dim**-0.5
-
-
 def add_tile(sums: tiles.Sums, x_QS, v_SH, *, interpret: bool) -> tiles.Sums:
     """Adds a tile of keys to the sums of those before it; x_QS: q k, -inf for a key that is unseen.
 
     Weights have the power of all tiles so far, which is the same wherever a split is added up.
     """
-    to_base_2 = scale(v_SH.shape[1])
+    to_base_2 = tiles.scale(v_SH.shape[1])
     power_Q = jnp.maximum(sums.power, jnp.ceil(x_QS.max(axis=1) * to_base_2))
     weight_QS = exp2(x_QS, to_base_2, -power_Q[:, None], interpret=interpret)
     less_Q = tiles.power_of_two(sums.power - power_Q)

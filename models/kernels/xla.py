@@ -217,7 +217,7 @@ def near_attention(prompt_pool, pool, table: PageTable, *, window: int):
         near_pool.append(page_BXKHC.reshape(-1, *page_BXKHC.shape[2:]))
 
     def attend(q_BNH, page, live_B):
-        q = tiles.scaled(q_BNH, q_BNH.shape[-1])
+        q = tiles.scaled(q_BNH)
         recent = open_attention(
             q, page, table.response_tokens_B, live_B, page_tokens=C, window=window
         )
