@@ -10,9 +10,9 @@ import math
 import numpy as np
 
 NULL_PAGE = 0  # the page that no request owns: idle rows of a batch write there
-# Batches are padded to a multiple. Where plain XLA computes them on a CPU, a row of 64 or more has
-# the learner's bits. A cache of fewer slots has one size of batch, the next power of two: one
-# question to `sample` need not cost 64 rows.
+# Batches are padded to a multiple. A cache of fewer slots than XLA_ROWS has one size of batch, the
+# next power of two: one question to `sample` need not cost 64 rows. On a CPU a row of 64 or more
+# has the learner's bits; in bfloat16, or where a model is narrow, of two or more.
 ROWS, XLA_ROWS = 32, 64
 # What plain XLA decodes, as parts of the slots and of the response pages: the first that holds the
 # occupied slots and their full pages. Elsewhere than on a CPU the bits of a row may differ.
@@ -119,7 +119,7 @@ def plan_cache(
     slot_tokens = max(slot_tokens, limits.page_tokens + WATERMARK_BLOCKS * limits.block_tokens)
 
     def cache(budget_bytes: int, slots: int) -> Cache:
-        rows = min(XLA_ROWS, 2 ** (slots - 1).bit_length()) if copies else ROWS
+        rows = min(XLA_ROWS, 2 ** max(1, (slots - 1).bit_length())) if copies else ROWS
         longest = limits.pages_per_prompt
         prompt_pages = longest + SPARE_PROMPTS * -(-slots // limits.readers) * min(longest, 2) + 1
         planned = dataclasses.replace(limits, slots=slots, rows=rows, prompt_pages=prompt_pages)

@@ -96,7 +96,8 @@ def _keys_and_values(
         return kernels.attend_rows(q, k, v, *numbers_RT, window), (k, v)
 
     attends = [functools.partial(attend_and_keep, window=kind.window) for kind in config.kinds]
-    return hidden_layer_by_layer(params, config, tokens_RT, position_RT, attends, axis=axis)[1:]
+    of_model = {"project": kernels.sample_product, "axis": axis}
+    return hidden_layer_by_layer(params, config, tokens_RT, position_RT, attends, **of_model)[1:]
 
 
 def _write_rows(pages, kept, page_RI):
@@ -197,10 +198,10 @@ def decode_block(
             token_B[:, None],
             (row["prompt_tokens"] + sampled_B + i)[:, None],
             [functools.partial(attend, layer=layer) for layer in range(config.num_layers)],
-            project=kernels.decode_product,
+            project=kernels.sample_product,
             axis=axis,
         )
-        logits_BV = kernels.decode_product(
+        logits_BV = kernels.sample_product(
             "BD,VD->BV", x_B1D[:, 0], head_VD, preferred_element_type=jnp.float32
         )
         logits_BV = sampling_logits(

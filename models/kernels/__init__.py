@@ -31,14 +31,14 @@ class Kernels:
     multiples of part_multiple tokens. attend_pages is `paged_tpu`'s or `paged_gpu`'s, with its last
     argument given, or None where plain XLA attends to pages and writes them in a loop; write_pages
     and copy_pages are `pages_tpu`'s or `xla`'s. page_tokens(tokens, head size) rounds a page up to
-    what they take. learn_product and decode_product are einsums with a weight matrix. With
+    what they take. learn_product and sample_product are einsums with a weight matrix. With
     unrolls_layers the learner unrolls its layers instead of scanning them, where it recomputes
     nothing. wide_options are the compiler's for the sampler's programs that run many tokens at
     once, update_options for the update. platform is the one that can run all this; None: any.
     """
 
     attend_rows: Callable
-    decode_product: Callable
+    sample_product: Callable
     learn_product: Callable = jnp.einsum
     shares_prompts: bool = True
     part_multiple: int = 1
@@ -97,7 +97,7 @@ def _tpu(*, interpret: bool) -> Kernels:
         copy_pages=functools.partial(pages_tpu.copy_pages, interpret=interpret),
         page_tokens=lambda C, H: C if interpret or H % LANES == 0 else C + -C % LANES,
         # A CPU's product where a CPU interprets the kernels: so its rows keep their bits.
-        decode_product=cpu.weights_first if interpret else jnp.einsum,
+        sample_product=cpu.of_matrices if interpret else jnp.einsum,
         wide_options={} if interpret else _tiles(32),
         update_options={} if interpret else ASYNCHRONOUS | _tiles(48),
         platform="cpu" if interpret else "tpu",
@@ -110,12 +110,12 @@ def _gpu(*, interpret: bool) -> Kernels:
         attend_pages=functools.partial(paged_gpu.paged_attention, interpret=interpret),
         write_pages=xla.write_pages,
         page_tokens=lambda C, H: C if interpret else triton.padded(C),
-        decode_product=cpu.weights_first if interpret else jnp.einsum,  # as in `_tpu`
+        sample_product=cpu.of_matrices if interpret else jnp.einsum,  # as in `_tpu`
         platform="cpu" if interpret else "gpu",
     )
 
 
-XLA = Kernels(attend_rows=packed.packed_attention, decode_product=cpu.weights_first)
+XLA = Kernels(attend_rows=packed.packed_attention, sample_product=cpu.of_matrices)
 KERNELS = {
     "cpu": dataclasses.replace(
         XLA,

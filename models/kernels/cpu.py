@@ -17,22 +17,31 @@ OPTIONS = {
     "xla_cpu_enable_platform_dependent_math": False,
     "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT",
 }
-FEW = 64  # rows on the left of a product: below them it has other blocks
+# With so many rows weights on the left of a product are read faster; fewer rows, or columns, have
+# another order of sums there.
+LEFT_ROWS = range(64, 129)
 
 
-def weights_first(spec, x, w, **options):
-    """Multiplies for decoding: the transpose of the product of the transposes.
+def of_matrices(spec, x, w, **options):
+    """Multiplies for sampling: two rows or more have the same bits in every batch.
 
-    The weights are on the left then, which is faster. A row has the same bits in every batch.
+    Factors become matrices whose last axis is summed over, as `models.transformer.transposed`
+    stores them. XLA brings others into a form of its own, which takes longer, and where few rows
+    have another order of sums.
     """
     x_axes, w_axes, out_axes = re.split(",|->", spec)
-    of_w = "".join(axis for axis in w_axes if axis not in x_axes)
-    of_x = "".join(axis for axis in x_axes if axis not in w_axes)
     size = dict(zip(x_axes + w_axes, x.shape + w.shape, strict=True))
-    if min(math.prod(size[axis] for axis in axes) for axes in (of_x, of_w)) < FEW:
-        return jnp.einsum(spec, x, w, **options)
-    out = jnp.einsum(f"{w_axes},{x_axes}->{of_w}{of_x}", w, x, **options)
-    return jnp.einsum(f"{of_w}{of_x}->{out_axes}", jax.lax.optimization_barrier(out))
+    of_x, of_w = ("".join(a for a in axes if a in out_axes) for axes in (x_axes, w_axes))
+    summed = "".join(axis for axis in w_axes if axis in x_axes)
+    terms, barrier = math.prod(size[axis] for axis in summed), jax.lax.optimization_barrier
+    x_RZ = barrier(jnp.einsum(f"{x_axes}->{of_x}{summed}", x).reshape(-1, terms))
+    w_FZ = barrier(jnp.einsum(f"{w_axes}->{of_w}{summed}", w).reshape(-1, terms))
+    if len(x_RZ) in LEFT_ROWS and len(w_FZ) >= LEFT_ROWS.start:
+        out_RF = barrier(jnp.einsum("FZ,RZ->FR", w_FZ, x_RZ, **options)).T
+    else:
+        out_RF = barrier(jnp.einsum("RZ,FZ->RF", x_RZ, w_FZ, **options))
+    out = out_RF.reshape([size[axis] for axis in of_x + of_w])
+    return jnp.einsum(f"{of_x}{of_w}->{out_axes}", out)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
