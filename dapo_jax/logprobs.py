@@ -26,7 +26,9 @@ def sampling_logits(logits_BV, *, temperature, vocab_size, first_id):
     Embedding rows from `vocab_size` (the tokenizer's) up are padding: their probability is 0.
     `first_id`: the vocabulary id of the first column, where these are a part of all.
     """
-    logits_BV = logits_BV / temperature
+    # The maximum keeps a CPU's compiler from fusing the quotient with what is subtracted from it,
+    # which leaves out a rounding, here and not there.
+    logits_BV = jnp.maximum(logits_BV / temperature, MASKED)
     id_V = first_id + jnp.arange(logits_BV.shape[-1])
     return jnp.where(id_V < vocab_size, logits_BV, MASKED)
 

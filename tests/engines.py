@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import time
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ from flax import nnx
 
 from configs import base
 from dapo_jax import learner
+from dapo_jax.episodes import End
 from dapo_jax.sampler import cache as cache_module
 from dapo_jax.sampler.cache import Cache
 from dapo_jax.sampler.decode import Sampling
@@ -19,7 +22,7 @@ from dapo_jax.sampler.engine import Engine
 from dapo_jax.sampler.scheduler import Scheduler
 from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.setup import components
-from dapo_jax.types import Prompt
+from dapo_jax.types import Batch, Group, Prompt
 from models.kernels import KERNELS, OPTIONS
 from models.parameters import param_axes
 from models.qwen2 import Qwen2Config
@@ -59,6 +62,7 @@ PROMPTS = {
 }
 GROUP_SIZE = 8  # twice ROOMY.readers: half of a group has pages of its own
 FEW = {cursor: PROMPTS[cursor] for cursor in (7, 100, 0, 12)}
+TWO = {cursor: PROMPTS[cursor][:17] for cursor in (7, 12)}
 
 # Who samples beside whom: widths at which the order of additions shows, and a tight cache.
 WIDE = Qwen2Config(512, 64, 768, 2, 8, 2, 32, True)
@@ -117,17 +121,22 @@ def build(
         return Engine(config, mesh, cache, params=abstract, kernels=kernels), params
 
 
-def by_request(finished):
+def by_request(groups):
     """Maps finished groups to {(cursor, sample): response}."""
-    return {(f.cursor, i): response for f in finished for i, response in enumerate(f.responses)}
+    return {(it.cursor, i): response for it in groups for i, response in enumerate(it.responses)}
+
+
+def finished(session):
+    """Samples what is unfinished to its end: its groups."""
+    groups = []
+    while session.unfinished:
+        groups += session.step()
+    return groups
 
 
 def drain(session):
     """Samples what is unfinished to its end: {(cursor, sample): response}."""
-    responses = {}
-    while session.unfinished:
-        responses |= by_request(session.step())
-    return responses
+    return by_request(finished(session))
 
 
 def sample_prompts(
@@ -203,6 +212,40 @@ def chosen(logits_TV, tokens_T):
     return np.take_along_axis(logp_TV, tokens_T[:, None], axis=-1)[:, 0]
 
 
+class Scripted:
+    """Environments that answer after a random time, and end an episode after three turns.
+
+    more: tokens that each answer to a sample of an odd number has beside.
+    """
+
+    def __init__(self, delay=lambda: 0.0, *, more=0):
+        self.delay, self.more, self.ready = delay, more, []
+
+    def plays(self, prompt):
+        return True
+
+    def close(self, number=None):
+        pass
+
+    def ask(self, where, prompt, response, room):
+        cursor, sample = where
+        turns = int(np.sum(np.diff(response.sampled_T.astype(int)) < 0)) + 1
+        tokens = [3, 50 + cursor % 7, 51, 52, 53][: 1 + turns + cursor % 3]  # 3 is a stop token
+        tokens += [54] * (self.more * (sample % 2))
+        more = response.stopped and turns < 3 and len(tokens) < room
+        answer = tokens if more else End(response.stopped, {"turns": turns})
+        self.ready.append((time.monotonic() + self.delay(), (where, answer)))
+
+    def answers(self, *, wait):
+        while True:
+            now = time.monotonic()
+            found = sorted((it for at, it in self.ready if at <= now), key=lambda it: it[0])
+            self.ready = [it for it in self.ready if it[0] > now]
+            if found or not wait or not self.ready:
+                return found
+            time.sleep(0.001)
+
+
 SPARE = dataclasses.replace(ROOMY, slots=9, pages=60, partial_rollouts=True)
 # Pages for a part of what the slots may hold: samples are preempted.
 SCARCE = dataclasses.replace(SPARE, pages=13)
@@ -232,10 +275,11 @@ def interrupted(engine, params, *, blocks, later=None, keeps=False):
     return responses | drain(session), partial
 
 
-def programs(family: str, folder, *, lora_rank: int = 0, **changes):
+def programs(family: str, folder, *, lora_rank: int = 0, cache=None, parts=((1, 1),), **changes):
     """The programs of a config (changes: keys by section), heads split over two devices.
 
-    There is one for decoding.
+    There is one for decoding, or those of `parts`, as of `build`. cache: other sizes of its cache
+    than those that it plans.
     """
     config = base.get_config()
     settings = {
@@ -252,25 +296,51 @@ def programs(family: str, folder, *, lora_rank: int = 0, **changes):
     m = config.mesh
     devices = jax.devices()[: m.slices * m.data * m.model]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cache_module, "PARTS", ((1, 1),))
-        return components.programs(config, SAMPLING.vocab_size, devices=devices)
+        patch.setattr(cache_module, "PARTS", parts)
+        built = components.programs(config, SAMPLING.vocab_size, devices=devices)
+        if cache is None:
+            return built
+        of, how = built.engine, {"kernels": built.learning.kernels, "params": built.engine.params}
+        engine = Engine(of.config, of.mesh, dataclasses.replace(of.cache, **cache), **how)
+        return dataclasses.replace(built, engine=engine)
 
 
-def step(built, *, cursors=(7, 12)):
-    """(state before, sampled groups, state after, the update's metrics); before: on the host."""
+class Step(NamedTuple):
+    """What a step did; before: the trained arrays then, on the host."""
+
+    before: dict
+    groups: list[Group]
+    batch: Batch
+    state: learner.TrainState
+    metrics: dict
+
+
+def step(
+    built, *, prompts=TWO, group_size=4, sampling=SAMPLING, beside=None, environments=None
+) -> Step:
+    """Samples a group a prompt and takes an update on them.
+
+    beside: how the same prompts are sampled beside, for another stream; None: they are not.
+    """
     state, start = built.start_state(), built.load_start_weights()
     before = jax.tree.map(np.asarray, state.params)
     params = built.reshard(state.params, start)
-    session = Session(built.engine, params, Stream(RUN_KEY, SAMPLING))
-    for cursor in cursors:
-        session.submit(cursor, Prompt(PROMPTS[cursor][:17]), group_size=4)
-    groups = []
-    while session.unfinished:
-        groups += session.step()
-    advantage_PG = np.tile(np.float32([1, -1, 1, -1]), (len(groups), 1))
-    batch = learner.minibatch(groups, advantage_PG, built.learning, built.mesh)
+    streams = [Stream(RUN_KEY, it) for it in (sampling, beside) if it]
+    session = Session(built.engine, params, *streams, environments=environments)
+    for cursor, prompt in prompts.items():
+        for stream in range(len(streams)):
+            session.submit(cursor, Prompt(prompt), group_size=group_size, stream=stream)
+    groups = [group for group in finished(session) if not group.stream]
+    batch = batch_of(built, groups)
     state, metrics = built.update(state, start, batch, 1e-3)
-    return before, groups, state, metrics
+    return Step(before, groups, batch, state, metrics)
+
+
+def batch_of(built, groups) -> Batch:
+    """Packs groups of which every other response is right."""
+    sizes = len(groups), len(groups[0].responses)
+    advantage_PG = np.broadcast_to((-1.0) ** np.arange(sizes[1]), sizes).astype(np.float32)
+    return learner.minibatch(groups, advantage_PG, built.learning, built.mesh)
 
 
 def check_step(built, logits_of):
@@ -278,7 +348,7 @@ def check_step(built, logits_of):
 
     The update sees the same, and changes every parameter. Returns (before, state after).
     """
-    before, groups, state, metrics = step(built)
+    before, groups, _, state, metrics = step(built)
     assert sum(len(group.responses) for group in groups) == 8
     for group in groups:
         for response in group.responses:

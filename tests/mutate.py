@@ -148,6 +148,21 @@ prompt_freed_early dapo_jax/sampler/scheduler.py scheduler
 oldest_preempted dapo_jax/sampler/scheduler.py scheduler
 - youngest = int(age_B.argmax())
 + youngest = int(np.where(age_B < 0, age_B.max(), age_B).argmin())
+quotient_fused dapo_jax/logprobs.py exact::test_heads_are_exact_at_any_temperature
+- jnp.maximum(logits_BV / temperature, MASKED)
++ logits_BV / temperature
+whole_sum dapo_jax/logprobs.py exact::test_heads_are_exact_at_any_temperature
+- self._sum_C = total(sum_CN)
++ self._sum_C = whole(self._exp_CV)
+pages_reversed models/kernels/xla.py exact::test_the_learner_computes_what_the_sampler_recorded
+- for entry_B in entry_BX.T:
++ for entry_B in entry_BX.T[::-1]:
+branches_in_one_part models/kernels/packed.py exact::test_the_learner_computes_what_the_sampler_recorded
+- jnp.diff(branch_BT, axis=1, prepend=-1) != 0
++ segment_BT < 0
+products_by_shape models/kernels/cpu.py exact::test_the_learner_computes_what_the_sampler_recorded
+- "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT",
++ # none
 turns_border dapo_jax/episodes.py episodes::test_turns_are_limited_and_a_cut_one_is_rewarded_alone
 - if messages and episode.turns < self._max_turns:
 + if messages and episode.turns <= self._max_turns:

@@ -20,6 +20,7 @@ from engines import (
     RUN_KEY,
     SAMPLING,
     SMALL,
+    Scripted,
     build,
     by_request,
     chosen,
@@ -124,37 +125,6 @@ def test_published_qwen_templates_are_continued(shared):
 
 
 # The engine.
-
-
-class Scripted:
-    """Environments that answer after a random time, and end an episode after three turns."""
-
-    def __init__(self, delay=lambda: 0.0):
-        self.delay, self.waiting, self.ready = delay, 0, []
-
-    def plays(self, prompt):
-        return True
-
-    def close(self, number=None):
-        pass
-
-    def ask(self, where, prompt, response, room):
-        cursor, _ = where
-        turns = int(np.sum(np.diff(response.sampled_T.astype(int)) < 0)) + 1
-        tokens = [3, 50 + cursor % 7, 51, 52, 53][: 1 + turns + cursor % 3]  # 3 is a stop token
-        more = response.stopped and turns < 3 and len(tokens) < room
-        answer = tokens if more else End(response.stopped, {"turns": turns})
-        self.waiting += 1
-        self.ready.append((time.monotonic() + self.delay(), (where, answer)))
-
-    def answers(self, *, wait):
-        while True:
-            now = time.monotonic()
-            found = sorted((it for at, it in self.ready if at <= now), key=lambda it: it[0])
-            self.ready = [it for it in self.ready if it[0] > now]
-            if found or not wait or not self.ready:
-                return found
-            time.sleep(0.001)
 
 
 SPARE = dataclasses.replace(ROOMY, slots=20, pages=90, max_response_tokens=40, turns=True)

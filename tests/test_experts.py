@@ -214,7 +214,7 @@ def updates(folder, *, rotates=False, mesh=(1, 1), **algo):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "jit", jit)
         built = programs("qwen3_moe", folder, mesh=mesh, algo=algo)
-        before, groups, state, metrics = step(built)
+        before, groups, _, state, metrics = step(built)
         found = [(state, metrics)]
         if rotates:
             advantage_PG = np.tile(np.float32([1, -1, 1, -1]), (len(groups), 1))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compiled_kernels import GPUS, HALF, HEADS, WHOLE, an_h100, of_an_h100
-from engines import by_request, programs, step
+from engines import PROMPTS, TWO, by_request, programs, step
 from flax import nnx
 from jax.experimental.pallas import tpu as pltpu
 from processes import ROOT, ran
@@ -667,7 +667,9 @@ def stepped(kernels):
     sizes = {"max_prompt_tokens": 17, "max_response_tokens": 20, "page_tokens": 16}
     how = {"model": {"preset": "small", "kernels": kernels}, "mesh": {"data": 2, "model": 2}}
     built = programs("qwen2", "", **how, rollout=sizes, learner={"row_tokens": 160})
-    before, groups, state, metrics = step(built, cursors=(0, 7, 12, 100))
+    before, groups, _, state, metrics = step(
+        built, prompts={0: PROMPTS[0], 100: PROMPTS[100]} | TWO
+    )
     changes = jax.tree.map(lambda after, before: np.asarray(after) - before, state.params, before)
     return built, by_request(groups), jax.tree_util.tree_leaves_with_path(changes), metrics
 
