@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from models.families import register
@@ -43,7 +44,7 @@ class Gemma3Layer(Qwen3Layer):
     @staticmethod
     def norm(x, scale, *, eps):
         """Divides by the root mean square of the last axis, and multiplies by 1 + scale."""
-        return rms_norm(x, 1 + scale, eps=eps)
+        return rms_norm(x, 1 + scale.astype(jnp.float32), eps=eps)
 
     def of_heads(self, q_BTNH, k_BTKH, v_BTKH):
         """Norms each head's query and key; attention's H ** -0.5 becomes query_scalar ** -0.5."""
@@ -55,8 +56,10 @@ class Gemma3Layer(Qwen3Layer):
 
     def added(self, out_BTD, part):
         """Norms what attention or feed-forward adds, which the backward pass may keep."""
-        scale_D = getattr(self, f"{part}_out_norm_D")[...]
-        return self.norm(checkpoint_name(out_BTD, PRODUCT), scale_D, eps=self.config.rms_norm_eps)
+        scale_D, eps = getattr(self, f"{part}_out_norm_D")[...], self.config.rms_norm_eps
+        normed_BTD = self.norm(checkpoint_name(out_BTD, PRODUCT), scale_D, eps=eps)
+        # Of finite numbers: it keeps a CPU's compiler from fusing the norm's product with the sum.
+        return jnp.maximum(normed_BTD, jnp.finfo(jnp.float32).min)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -69,9 +69,7 @@ def exact(built, **how):
 def drawn(number: int) -> tuple[str, str, dict, dict]:
     """Draws (golden model, dtype, how it is built, what is asked of `step`).
 
-    Any 30 numbers in a row have all families, dtypes and meshes.
-
-    A low temperature shows differences of logits that are small beside a log-probability.
+    20 numbers in a row have all families in both dtypes, and all meshes. A low temperature shows differences of logits that are small beside a log-probability.
     """
     rng = np.random.default_rng(number)
 
@@ -113,10 +111,6 @@ def drawn(number: int) -> tuple[str, str, dict, dict]:
         },
         "algo": {"replay_routes": any_of(True, False), **any_of(*losses)},
     }
-    # In bfloat16 the learner's programs round more often than the sampler's where a loss takes old
-    # log-probabilities (components.py: as_written): with LoRA Gemma's differ.
-    if dtype == "bfloat16" and {"old_logprobs", "ratio", "policy_loss"} & how["algo"].keys():
-        how["lora_rank"] = 0
     asked = {
         "prompts": {7 * i: rng.integers(0, SAMPLING.vocab_size, n) for i, n in enumerate(tokens)},
         **{"group_size": size, "sampling": sampling, "beside": any_of(None, beside)},
@@ -125,7 +119,7 @@ def drawn(number: int) -> tuple[str, str, dict, dict]:
 
 
 @pytest.mark.parametrize(
-    "number", [pytest.param(i, marks=() if i < 5 else pytest.mark.slow) for i in cases(30, 200)]
+    "number", [pytest.param(i, marks=() if i < 5 else pytest.mark.slow) for i in cases(20, 200)]
 )
 def test_the_learner_computes_what_the_sampler_recorded(number, tmp_path):
     """For whatever recipe; FAULTS=full draws 200, and what fails prints itself.

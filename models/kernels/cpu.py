@@ -13,7 +13,9 @@ import jax.numpy as jnp
 
 # Of all programs: products by themselves, not fused with others, that add up one term after the
 # other, in blocks of 512. Else their order depends on the shapes: there are one, two or four sums.
+# And all is rounded to bfloat16 where the program says so, whatever it is fused with.
 OPTIONS = {
+    "xla_allow_excess_precision": False,
     "xla_cpu_enable_platform_dependent_math": False,
     "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT",
 }
