@@ -69,7 +69,8 @@ def exact(built, **how):
 def drawn(number: int) -> tuple[str, str, dict, dict]:
     """Draws (golden model, dtype, how it is built, what is asked of `step`).
 
-    20 numbers in a row have all families in both dtypes, and all meshes. A low temperature shows differences of logits that are small beside a log-probability.
+    20 numbers in a row have all families in both dtypes, and all meshes. A low temperature shows
+    differences of logits that are small beside a log-probability.
     """
     rng = np.random.default_rng(number)
 
