@@ -9,7 +9,7 @@ from dapo_jax.sampler import cache
 from dapo_jax.setup import components
 
 STEPS = 3
-MADE, LEARNERS = {}, {}  # programs, of all files that use the fixture
+MADE, LEARNERS = {}, {}  # programs, of one file of tests
 # The cache has slots for a part of the step only.
 KEYS = {
     "num_steps": STEPS,
@@ -48,3 +48,7 @@ def programs_compiled_once():
         patch.setattr(components, "programs", programs)
         patch.setattr(components.Programs, "compile_learner", compile_learner)
         yield
+    # Each maps memory some thousand times: with those of all files a process reached Linux's limit
+    # of 65,530, and XLA aborted.
+    MADE.clear()
+    LEARNERS.clear()
