@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from models.kernels.xla import MASKED
+from models.precision import unfused
 from models.transformer import logits
 from sharding import rules
 
@@ -26,9 +27,7 @@ def sampling_logits(logits_BV, *, temperature, vocab_size, first_id):
     Embedding rows from `vocab_size` (the tokenizer's) up are padding: their probability is 0.
     `first_id`: the vocabulary id of the first column, where these are a part of all.
     """
-    # The maximum keeps a CPU's compiler from fusing the quotient with what is subtracted from it,
-    # which leaves out a rounding, here and not there.
-    logits_BV = jnp.maximum(logits_BV / temperature, MASKED)
+    logits_BV = unfused(logits_BV / temperature)
     id_V = first_id + jnp.arange(logits_BV.shape[-1])
     return jnp.where(id_V < vocab_size, logits_BV, MASKED)
 

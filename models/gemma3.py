@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from models.families import register
 from models.parameters import FULL, SLIDING, LayerKind, ModelConfig, norm, zeros
+from models.precision import unfused
 from models.qwen3 import Qwen3Layer
 from models.rope import LinearScaling
 from models.transformer import PRODUCT, Layer, rms_norm
@@ -57,9 +58,7 @@ class Gemma3Layer(Qwen3Layer):
     def added(self, out_BTD, part):
         """Norms what attention or feed-forward adds, which the backward pass may keep."""
         scale_D, eps = getattr(self, f"{part}_out_norm_D")[...], self.config.rms_norm_eps
-        normed_BTD = self.norm(checkpoint_name(out_BTD, PRODUCT), scale_D, eps=eps)
-        # Of finite numbers: it keeps a CPU's compiler from fusing the norm's product with the sum.
-        return jnp.maximum(normed_BTD, jnp.finfo(jnp.float32).min)
+        return unfused(self.norm(checkpoint_name(out_BTD, PRODUCT), scale_D, eps=eps))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -84,6 +84,15 @@ def rounded(parameter, dtype):
     return parameter + jax.lax.stop_gradient(nearest - parameter)
 
 
+def unfused(x):
+    """Returns finite numbers as they are, float32, rounded before anything is added to them.
+
+    A CPU's compiler fuses a product or quotient with a sum in one program and not in another, which
+    leaves out a rounding. This maximum it keeps.
+    """
+    return jnp.maximum(x, jnp.finfo(jnp.float32).min)
+
+
 def product(project, spec, x, w, weights: Weights = WHOLE):
     """Multiplies by a weight matrix, float32: project(spec, x, w), an einsum, of both rounded."""
     x = x.astype(jnp.float32)

@@ -149,7 +149,7 @@ oldest_preempted dapo_jax/sampler/scheduler.py scheduler
 - youngest = int(age_B.argmax())
 + youngest = int(np.where(age_B < 0, age_B.max(), age_B).argmin())
 quotient_fused dapo_jax/logprobs.py exact::test_heads_are_exact_at_any_temperature
-- jnp.maximum(logits_BV / temperature, MASKED)
+- unfused(logits_BV / temperature)
 + logits_BV / temperature
 whole_sum dapo_jax/logprobs.py exact::test_heads_are_exact_at_any_temperature
 - self._sum_C = total(sum_CN)
