@@ -306,7 +306,7 @@ def programs(family: str, folder, *, lora_rank: int = 0, cache=None, parts=((1, 
 
 
 class Step(NamedTuple):
-    """What a step did; before: the trained arrays then, on the host."""
+    """A step's results; before: the trained arrays before it, on the host."""
 
     before: dict
     groups: list[Group]

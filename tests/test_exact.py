@@ -158,7 +158,7 @@ def test_no_bit_depends_on_the_caches_sizes_and_data_shards(golden, dtype, tmp_p
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_the_newest_policys_tokens_are_exact_behind_older_ones(dtype, tmp_path):
-    """Where another session goes on with them, which computes keys and values anew.
+    """Another session goes on with them, and computes their keys and values anew.
 
     In the same session keys and values stay those of the older policy, and the gap is that of the
     groups which the newest one began.
