@@ -1,4 +1,4 @@
-"""bfloat16 on SmolLM2-135M: what its rounding costs, and whose old log-probabilities help."""
+"""bfloat16 on SmolLM2-135M: what its rounding costs, and what takes the gap out of the ratio."""
 
 from dapo_jax.report.compare import final_score, last, mean
 from experiments.eps_high_real.study import AREA
@@ -17,6 +17,7 @@ STUDY = Study(
         "float32": "model.compute_dtype=float32",
         "bfloat16_before": BF16,
         "bfloat16": BF16,
+        "exact": BF16,
         "learner": f"{BF16} algo.old_logprobs=learner",
         "tis": f"{BF16} algo.old_logprobs=learner algo.tis_cap=2.0",
     },
@@ -37,6 +38,7 @@ STUDY = Study(
             ("float32", "bfloat16_before"),
             ("bfloat16", "bfloat16_before"),
             ("learner", "bfloat16"),
+            ("exact", "bfloat16"),
             ("tis", "learner"),
         )
     ],
