@@ -1,8 +1,9 @@
 """Updates the policy: gradients summed over micro-batches, clipped, and one AdamW step.
 
-From `update` to Eq. 8: `micro_batch_loss` runs the model; `losses.token_loss`, called where the
-logits are, takes a row of POLICY_LOSSES, of which `clip` is algorithm.token_policy_loss. Axis
-letters: M micro-batches, B packed rows (dapo_jax.packing), T tokens.
+From `update` to Eq. 8: `micro_batch_loss` runs the model and has `head_loss` call
+`losses.token_loss` where the logits are; of its POLICY_LOSSES `clip` calls
+`algorithm.token_policy_loss`. Axis letters: M micro-batches, B packed rows (dapo_jax.packing), T
+tokens.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ from flax import nnx, struct
 
 from configs.base import KEYS
 from dapo_jax.algorithm import importance_ratio, token_weights
-from dapo_jax.logprobs import Softmax, chosen_logprobs, head_loss, head_loss_of_rows
+from dapo_jax.logprobs import HeadLoss, Softmax, chosen_logprobs, head_loss, head_loss_of_rows
 from dapo_jax.losses import high_covariance, token_loss
 from dapo_jax.packing import into_micro_batches, pack, plan_update
 from dapo_jax.process import hosts
@@ -27,6 +28,7 @@ from models.kernels import Kernels
 from models.lora import Lora, adapted, beside
 from models.parameters import param_axes
 from models.precision import Weights, products_in
+from models.transformer import Execution
 from sharding import rules
 
 ROW_MULTIPLE, LONG_ROW = 64, 1_024  # chosen lengths of rows are multiples of 64, long ones of 1,024
@@ -222,6 +224,27 @@ def abstract_batch(learning: Learning, row_tokens: int, mesh) -> Batch:
     return rules.abstract(batch, batch_shardings(batch, mesh))
 
 
+def execution_of(learning: Learning, mesh, tokens: int) -> Execution:
+    """Returns how the learner computes the model on rows of so many tokens."""
+    dtype, kernels, lora = learning.compute_dtype, learning.kernels, learning.lora
+    adapt = adapted if dtype == "float32" else beside
+    return Execution(
+        project=kernels.learn_product,
+        weights=Weights(
+            functools.partial(rules.whole_width, mesh=mesh),
+            functools.partial(rules.split_width, mesh=mesh),
+            dtype,
+        ),
+        axis="model" if mesh.shape["model"] > 1 else None,
+        gather=functools.partial(rules.whole_rows, mesh=mesh, tokens=tokens),
+        reduce=functools.partial(rules.split_sum, mesh=mesh, tokens=tokens, dtype=dtype),
+        remat=learning.remat,
+        # Unrolled, XLA for CPUs would keep what is to be recomputed.
+        unroll=kernels.unrolls_layers and learning.remat == "none",
+        adapt=lora and functools.partial(adapt, scale=lora.scale),
+    )
+
+
 def forward(weights, adapters, micro: Batch, *, graph, mesh, learning: Learning):
     """Runs the model on a micro-batch: (x_BTD of the last layer, head_DV, differ_BT).
 
@@ -231,36 +254,19 @@ def forward(weights, adapters, micro: Batch, *, graph, mesh, learning: Learning)
     go to the sampler's experts (R3, arXiv 2510.11370), weighed by this policy's router.
     """
     kernels, tokens = learning.kernels, micro.tokens_BT.shape[1]
-    part = {"mesh": mesh, "tokens": tokens}
-    of_model = {
-        "remat": learning.remat,
-        "project": kernels.learn_product,
-        # Unrolled, XLA for CPUs would keep what is to be recomputed.
-        "unroll": kernels.unrolls_layers and learning.remat == "none",
-        "gather": functools.partial(rules.whole_rows, **part),
-        "reduce": functools.partial(rules.split_sum, **part, dtype=learning.compute_dtype),
-        "weights": Weights(
-            functools.partial(rules.whole_width, mesh=mesh),
-            functools.partial(rules.split_width, mesh=mesh),
-            learning.compute_dtype,
-        ),
-        "axis": "model" if mesh.shape["model"] > 1 else None,
-    }
-    if adapters is not None:
-        adapt = adapted if learning.compute_dtype == "float32" else beside
-        of_model["adapt"] = functools.partial(adapt, scale=learning.lora.scale)
+    execution = execution_of(learning, mesh, tokens)
 
     def hidden(weights, adapters, tokens_BT, position_BT, segment_BT, branch_BT, *routes):
         def attend(*qkv, window):
             return kernels.attend_rows(*qkv, segment_BT, branch_BT, position_BT, window)
 
         model = nnx.merge(graph, weights)
-        run = functools.partial(model.hidden, adapters=adapters, **of_model)
+        rows = (tokens_BT, position_BT, attend, execution)
         if not routes:
-            return run(tokens_BT, position_BT, attend)
+            return model.hidden(*rows, adapters=adapters)
         sampled_LBTA = jnp.moveaxis(routes[0], 2, 0)
         given_LBTA = sampled_LBTA if learning.replay_routes else None
-        x_BTD, chosen_LBTA = run(tokens_BT, position_BT, attend, routes_LBTA=given_LBTA)
+        x_BTD, chosen_LBTA = model.hidden(*rows, adapters=adapters, routes_LBTA=given_LBTA)
         shared_LBTA = (chosen_LBTA[..., None] == sampled_LBTA[..., None, :]).any(axis=-1)
         return x_BTD, jnp.mean(~shared_LBTA.all(axis=-1), axis=0, dtype=jnp.float32)
 
@@ -290,24 +296,22 @@ def micro_batch_loss(params, start_weights, micro: Batch, *, graph, mesh, learni
     run = functools.partial(forward, micro=micro, graph=graph, mesh=mesh, learning=learning)
     softmax = Softmax(learning.temperature, learning.vocab_size, mesh)
     x_BTD, head_DV, differ_BT = run(*weights_and_adapters(params, start_weights, learning))
-    reference_logp_BT = None
+    token = dataclasses.replace(micro, num_micro=None, route_BTLA=None)
     if learning.kl_coef > 0:
-        of_start = run(start_weights, None)[:2]
-        reference_logp_BT, _ = chosen_logprobs(*of_start, micro.target_BT, softmax)
-    of_token = {"num_micro": None, "route_BTLA": None, "reference_logp_BT": reference_logp_BT}
-    micro = dataclasses.replace(micro, **of_token)
-    evaluate = head_loss if learning.ratio == "token" else head_loss_of_rows
-    loss_of = functools.partial(token_loss, learning=learning)
-
-    def bonus(token):
-        return -learning.entropy_coef * token.weight_BT
-
-    of_head = (x_BTD, head_DV, micro.target_BT, micro, loss_of, softmax)
-    weight = bonus if learning.entropy_coef > 0 else None
-    loss, *found, indicators = evaluate(*of_head, entropy_weight=weight)
-    if differ_BT is not None:
-        indicators = indicators | {"routes/differ": differ_BT}
-    return loss, metric_sums(micro, *found, indicators)
+        start_x_BTD, start_head_DV, _ = run(start_weights, None)
+        reference = chosen_logprobs(start_x_BTD, start_head_DV, micro.target_BT, softmax)
+        token = dataclasses.replace(token, reference_logp_BT=reference[0])
+    head = (head_loss if learning.ratio == "token" else head_loss_of_rows)(
+        x_BTD,
+        head_DV,
+        micro.target_BT,
+        token,
+        functools.partial(token_loss, learning=learning),
+        softmax,
+        takes_entropy=learning.entropy_coef > 0,
+    )
+    routes = {} if differ_BT is None else {"routes/differ": differ_BT}
+    return head.loss, metric_sums(token, head, routes)
 
 
 def recompute_old_logp(params, start_weights, batch: Batch, *, graph, mesh, learning: Learning):
@@ -331,14 +335,16 @@ def recompute_old_logp(params, start_weights, batch: Batch, *, graph, mesh, lear
         return jax.lax.fori_loop(0, batch.num_micro, of_micro_batch, batch.behavior_logp_BT)
 
 
-def metric_sums(token: Batch, logp_BT, entropy_BT, indicators):
+def metric_sums(token: Batch, head: HeadLoss, routes):
     """Sums each metric over the response tokens, the loss's indicators among them."""
-    gap_BT = jnp.abs(importance_ratio(logp_BT, token.behavior_logp_BT) - 1.0)
-    per_token = indicators | {
-        "tokens": jnp.ones_like(logp_BT),
+    gap_BT = jnp.abs(importance_ratio(head.logp_BT, token.behavior_logp_BT) - 1.0)
+    per_token = {
+        **head.indicators,
+        **routes,
+        "tokens": jnp.ones_like(gap_BT),
         "on_policy": token.is_on_policy_BT,
-        "entropy": entropy_BT,
-        "mean_prob": jnp.exp(logp_BT),
+        "entropy": head.entropy_BT,
+        "mean_prob": jnp.exp(head.logp_BT),
         "ratio_gap": jnp.where(token.is_on_policy_BT, gap_BT, 0.0),
     }
     return jax.tree.map(lambda v: jnp.sum(jnp.where(token.is_response_BT, v, 0.0)), per_token)

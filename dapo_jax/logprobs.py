@@ -5,8 +5,7 @@ a time on a device, of its rows and its part of the vocabulary; no [T, V] array 
 """
 
 import functools
-import operator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -69,15 +68,23 @@ def chosen_logprobs(x_BTD, head_DV, target_BT, softmax: Softmax):
     return split(x_BTD, head_DV.astype(x_BTD.dtype), target_BT)
 
 
-def head_loss(
-    x_BTD, head_DV, target_BT, tokens, token_loss, softmax: Softmax, *, entropy_weight=None
-):
-    """Sums the tokens' losses: (sum, log pi(target), entropy of pi, the loss's indicators).
+class HeadLoss(NamedTuple):
+    """Holds the sum of the tokens' losses, and each token's log pi, entropy and indicators."""
 
-    token_loss(logp_C, tokens_C) -> (loss_C, indicators: a tree of [C]), of each token by itself;
-    tokens: a tree of [B, T] arrays of which it gets the chunk's. A token whose entries are zero
-    must have loss zero. The sum alone has a gradient. entropy_weight(tokens_C) -> [C]: what the
-    entropy of pi counts in the sum; None: nothing.
+    loss: jax.Array
+    logp_BT: jax.Array
+    entropy_BT: jax.Array
+    indicators: Any
+
+
+def head_loss(
+    x_BTD, head_DV, target_BT, tokens, token_loss, softmax: Softmax, *, takes_entropy=False
+) -> HeadLoss:
+    """Sums the tokens' losses, of which the sum alone has a gradient.
+
+    token_loss(logp_C, entropy_C, tokens_C) -> (loss_C, indicators: a tree of [C]), of each token by
+    itself; tokens: a tree of [B, T] arrays of which it gets the chunk's. A token whose entries are
+    zero must have loss zero. takes_entropy: whether the loss depends on the entropy of pi.
     Gradients are computed with the value, chunk by chunk, since the loss of a chunk is all that
     they take: three products with the head and not the four of one that is computed again (Chen et
     al. 2016, arXiv 1604.06174). They are summed in float32, over chunks and devices too.
@@ -92,13 +99,15 @@ def head_loss(
             x_CD, target_C, tokens_C = xs
             pi = _Chosen(x_CD, target_C, head_DV, softmax)
             loss_C, pull, indicators = jax.vjp(
-                lambda logp_C: token_loss(logp_C, tokens_C), pi.logp_C, has_aux=True
+                lambda logp_C, entropy_C: token_loss(logp_C, entropy_C, tokens_C),
+                pi.logp_C,
+                pi.entropy_C,
+                has_aux=True,
             )
-            (d_logp_C,) = pull(jnp.ones_like(loss_C))
+            d_logp_C, d_entropy_C = pull(jnp.ones_like(loss_C))
             d_logits_CV = pi.d_logits_CV(d_logp_C)
-            if entropy_weight is not None:
-                loss_C += entropy_weight(tokens_C) * pi.entropy_C
-                d_logits_CV += pi.d_logits_of_entropy_CV(entropy_weight(tokens_C))
+            if takes_entropy:
+                d_logits_CV += pi.d_logits_of_entropy_CV(d_entropy_C)
             d_logits_CV = d_logits_CV.astype(head_DV.dtype)
             d_x_CD = _product("CV,DV->CD", d_logits_CV, head_DV)
             d_x_CD = _over("model", jax.lax.psum, d_x_CD, mesh).astype(x_CD.dtype)
@@ -136,38 +145,35 @@ def head_loss(
 
     loss_and_chosen.defvjp(forward, backward)
     loss, *chosen = loss_and_chosen(x_BTD, head_DV)
-    return loss, *jax.lax.stop_gradient(chosen)
+    return HeadLoss(loss, *jax.lax.stop_gradient(chosen))
 
 
 def head_loss_of_rows(
-    x_BTD, head_DV, target_BT, tokens, rows_loss, softmax: Softmax, *, entropy_weight=None
-):
+    x_BTD, head_DV, target_BT, tokens, rows_loss, softmax: Softmax, *, takes_entropy=False
+) -> HeadLoss:
     """Does what `head_loss` does, for a loss of a token that depends on others in its row.
 
-    rows_loss(logp_BT, tokens) -> (loss_BT, indicators). A first pass gives all log-probabilities,
-    at which the loss and its slopes are computed; the second has the gradient of slope * logp,
-    token by token, which is that of the loss.
+    rows_loss: a token_loss of [B, T] arrays. A first pass gives all log-probabilities and
+    entropies, at which the loss and its slopes are computed; the second has the gradient of slope *
+    logp + slope * entropy, token by token, which is that of the loss.
     """
 
-    def total(logp_BT):
-        loss_BT, indicators = rows_loss(logp_BT, tokens)
+    def total(logp_BT, entropy_BT):
+        loss_BT, indicators = rows_loss(logp_BT, entropy_BT, tokens)
         return jnp.sum(loss_BT), indicators
 
-    logp_BT, _ = chosen_logprobs(*jax.lax.stop_gradient((x_BTD, head_DV)), target_BT, softmax)
-    (loss, indicators), slope_BT = jax.value_and_grad(total, has_aux=True)(logp_BT)
-    weight_BT = entropy_weight and entropy_weight(tokens)
-    linear, logp_BT, entropy_BT, _ = head_loss(
-        x_BTD,
-        head_DV,
-        target_BT,
-        (slope_BT, weight_BT),
-        lambda logp_C, both_C: (both_C[0] * logp_C, {}),
-        softmax,
-        entropy_weight=entropy_weight and operator.itemgetter(1),
+    def linear_loss(logp_C, entropy_C, slopes_C):
+        d_logp_C, d_entropy_C = slopes_C
+        return d_logp_C * logp_C + (d_entropy_C * entropy_C if takes_entropy else 0.0), {}
+
+    values = chosen_logprobs(*jax.lax.stop_gradient((x_BTD, head_DV)), target_BT, softmax)
+    slope_of = jax.value_and_grad(total, argnums=(0, 1), has_aux=True)
+    (loss, indicators), slopes = slope_of(*values)
+    linear = head_loss(
+        x_BTD, head_DV, target_BT, slopes, linear_loss, softmax, takes_entropy=takes_entropy
     )
-    if entropy_weight is not None:
-        loss += jnp.sum(weight_BT * entropy_BT)
-    return loss + (linear - jax.lax.stop_gradient(linear)), logp_BT, entropy_BT, indicators
+    loss += linear.loss - jax.lax.stop_gradient(linear.loss)
+    return linear._replace(loss=loss, indicators=indicators)
 
 
 class _Chosen:

@@ -168,14 +168,14 @@ def advantages(reward_PG: np.ndarray, kept: np.ndarray, length_PG, *, scale: str
     return advantage_PG
 
 
-def token_loss(logp, token: Batch, learning):
+def token_loss(logp, entropy, token: Batch, learning):
     """Computes each token's share of the mini-batch's loss, by the config's choices.
 
     Returns (loss, indicators): name -> a value for each token, such as whether a clip holds it, of
     which the metrics have the mean over the response tokens. With learning.tis_cap tokens have
-    their `sampler_weight`; with learning.kl_coef GRPO's KL term is added. The weights were
-    normalised over the whole mini-batch, so the sums of all micro-batches and devices add up to the
-    true loss (Eq. 12).
+    their `sampler_weight`; learning.kl_coef adds GRPO's KL term, and learning.entropy_coef takes
+    entropy off. The weights were normalised over the whole mini-batch, so the sums of all
+    micro-batches and devices add up to the true loss (Eq. 12).
     """
     # Padding has arbitrary log-probabilities: nothing of it may reach the loss.
     logp = jnp.where(token.is_response_BT, logp, 0.0)
@@ -188,6 +188,8 @@ def token_loss(logp, token: Batch, learning):
     if token.reference_logp_BT is not None:
         kl = algorithm.kl_k3(logp, jnp.where(token.is_response_BT, token.reference_logp_BT, 0.0))
         loss += learning.kl_coef * kl
+    if learning.entropy_coef > 0:
+        loss -= learning.entropy_coef * entropy
     return loss * token.weight_BT, held | {"kl": kl}
 
 

@@ -35,7 +35,7 @@ class Qwen3MoeLayer(Qwen3Layer):
         matrix("down_EYD", "mlp.experts.{}.down_proj", "D Y"),
     )
 
-    def feed_forward(self, h_BTD, times, *, weights, axis, routes):
+    def feed_forward(self, h_BTD, times, routes, execution):
         """Sums the experts of each token by the router's weights: (out_BTD, chosen_BTA).
 
         chosen_BTA, uint8, are the likeliest experts, the likeliest first, whatever routes say.
@@ -50,9 +50,10 @@ class Qwen3MoeLayer(Qwen3Layer):
         weight_BTA = softmax(take(logits_BTX)) if c.norm_topk else take(softmax(logits_BTX))
 
         E = self.gate_EDY.shape[0]
+        axis = execution.axis
         first = 0 if axis is None else jax.lax.axis_index(axis) * E
         order_P, place_P, rows_E = by_expert(expert_BTA.reshape(-1) - first, E)
-        multiply = functools.partial(grouped_product, rows_E=rows_E, weights=weights)
+        multiply = functools.partial(grouped_product, rows_E=rows_E, weights=execution.weights)
         x_PD = to_experts(h_BTD.reshape(B * T, D), order_P, place_P)
         gate, up = (
             checkpoint_name(multiply(x_PD, w[...], letters="EDY").astype(h_BTD.dtype), PRODUCT)

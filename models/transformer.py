@@ -9,8 +9,10 @@ Activations are float32 between products, which round what they read to the comp
 (models.precision); norms, rotary angles, softmax and logits are float32.
 """
 
+import dataclasses
 import functools
 import types
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -116,6 +118,32 @@ def logits(x_BTD, head_DV):
     return jnp.einsum("...D,DV->...V", x_BTD, head_DV, preferred_element_type=jnp.float32)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Execution:
+    """Says how a model is computed; without more, whole on one device.
+
+    project: an einsum with a weight matrix that `transposed` transposes. weights: what matrices are
+    rounded to and where they are. axis: the mesh axis over which heads, feed-forward, experts and
+    vocabulary are split, or None; `reduce` then adds up what each device contributes, and `gather`
+    brings together the tokens that they all need, if these are split in between. Of stacked layers:
+    remat, a name of REMAT, says what is kept for the backward pass; unroll, whether they are
+    unrolled and not scanned; adapt(a layer's parameters, its adapters), where there are adapters,
+    gives the parameters to compute with, LoRA's factors among them.
+    """
+
+    project: Callable = jnp.einsum
+    weights: Weights = WHOLE
+    axis: str | None = None
+    gather: Callable = lambda x_BTD: x_BTD
+    reduce: Callable = lambda x_BTD: x_BTD
+    remat: str = "none"
+    unroll: bool = False
+    adapt: Callable | None = None
+
+
+ALONE = Execution()
+
+
 class Layer(nnx.Module):
     """Computes one decoder layer: pre-norm attention, then pre-norm SwiGLU (arXiv 2002.05202)."""
 
@@ -150,11 +178,10 @@ class Layer(nnx.Module):
         """Returns what part "attn" or "mlp" adds; a family may change it, as by a norm."""
         return out_BTD
 
-    def feed_forward(self, h_BTD, times, *, weights: Weights, axis: str | None, routes):
+    def feed_forward(self, h_BTD, times, routes, execution: Execution):
         """Computes the gated products: (out_BTD, None); a family with experts says which it chose.
 
-        times(spec, x, w, name) -> float32 multiplies by a matrix. weights, axis and routes: as of
-        `__call__`.
+        times(spec, x, w, name) -> float32 multiplies by a matrix. routes: as of `__call__`.
         """
         gate, up = (
             checkpoint_name(times("BTD,DF->BTF", h_BTD, w[...], name).astype(h_BTD.dtype), PRODUCT)
@@ -168,12 +195,8 @@ class Layer(nnx.Module):
         x_BTD,
         cos_sin,
         attend,
+        execution: Execution,
         *,
-        gather=lambda x_BTD: x_BTD,
-        reduce=lambda x_BTD: x_BTD,
-        project=jnp.einsum,
-        weights: Weights = WHOLE,
-        axis: str | None = None,
         factors=types.MappingProxyType({}),
         routes=None,
     ):
@@ -182,27 +205,23 @@ class Layer(nnx.Module):
         attend(q_BTNH, k_BTKH, v_BTKH) -> (out_BTNH, kept) decides what the queries see.
         cos_sin: the `rotation` of every token. The learner attends inside the rows, the sampler to
         its cache; `kept` (the keys and values, or the new cache) is handed back beside the
-        new x_BTD. Where heads and feed-forward are split over chips, `reduce` adds up what each
-        contributes, and `gather` brings together the tokens that they all need, if these are split
-        in between. `project` multiplies by a weight matrix that `transposed` transposes. weights:
-        where the matrices are. axis: the mesh axis over which experts are split, or None. factors:
-        (A, B) of the matrices to which A B is added, by their first letters. routes: the experts to
-        send each token to; None: those that the layer chooses.
+        new x_BTD. factors: (A, B) of the matrices to which A B is added, by their first letters.
+        routes: the experts to send each token to; None: those that the layer chooses.
         """
-        eps = self.config.rms_norm_eps
+        eps, weights = self.config.rms_norm_eps, execution.weights
 
-        def times(project, spec, x, w, name):
+        def times(spec, x, w, name, project=execution.project):
             out = product(project, spec, x, w, weights)
             if name not in factors:
                 return out
             return out + low_rank_product(spec, x, *factors[name], weights)
 
         dtype = weights.dtype_of(self.o_NHD[...])
-        h = gather(self.norm(x_BTD, self.attn_norm_D[...], eps=eps).astype(dtype))
+        h = execution.gather(self.norm(x_BTD, self.attn_norm_D[...], eps=eps).astype(dtype))
         q, k, v = self.of_heads(
-            times(project, "BTD,DNH->BTNH", h, self.q_DNH[...], "q"),
-            times(project, "BTD,DKH->BTKH", h, self.k_DKH[...], "k"),
-            times(project, "BTD,DKH->BTKH", h, self.v_DKH[...], "v"),
+            times("BTD,DNH->BTNH", h, self.q_DNH[...], "q"),
+            times("BTD,DKH->BTKH", h, self.k_DKH[...], "k"),
+            times("BTD,DKH->BTKH", h, self.v_DKH[...], "v"),
         )
         heads = rope(q, cos_sin), rope(k, cos_sin), v
         q, k, v = (checkpoint_name(x.astype(dtype), PRODUCT) for x in heads)
@@ -210,14 +229,12 @@ class Layer(nnx.Module):
         # Heads as one axis: XLA sums over two in an order for which it copies the matrix first.
         out, o = out.reshape(*out.shape[:2], -1), self.o_NHD[...]
         o = o.reshape(-1, o.shape[-1])
-        out = reduce(times(jnp.einsum, "BTZ,ZD->BTD", out, o, "o"))
+        out = execution.reduce(times("BTZ,ZD->BTD", out, o, "o", project=jnp.einsum))
         x_BTD = x_BTD + self.added(out, "attn")
         x_BTD = checkpoint_name(x_BTD, PRODUCT)
-        h = gather(self.norm(x_BTD, self.mlp_norm_D[...], eps=eps).astype(dtype))
-        out, chosen = self.feed_forward(
-            h, functools.partial(times, project), weights=weights, axis=axis, routes=routes
-        )
-        return x_BTD + self.added(reduce(out), "mlp"), kept, chosen
+        h = execution.gather(self.norm(x_BTD, self.mlp_norm_D[...], eps=eps).astype(dtype))
+        out, chosen = self.feed_forward(h, times, routes, execution)
+        return x_BTD + self.added(execution.reduce(out), "mlp"), kept, chosen
 
 
 class Transformer(nnx.Module):
@@ -247,28 +264,17 @@ class Transformer(nnx.Module):
         tokens_BT,
         position_BT,
         attend,
+        execution: Execution = ALONE,
         *,
-        remat="none",
-        project=jnp.einsum,
-        unroll=False,
-        gather=lambda x_BTD: x_BTD,
-        reduce=lambda x_BTD: x_BTD,
-        weights: Weights = WHOLE,
-        axis: str | None = None,
         adapters=(),
-        adapt=lambda layer, adapters: layer,
         routes_LBTA=None,
     ):
         """Computes normed last hidden states: (x_BTD, chosen_LBTA).
 
         attend(q_BTNH, k_BTKH, v_BTKH, window=) -> out_BTNH; window: the layer's, None without one.
         Where layers differ in kind the scan carries each one's, and only that kind's attention is
-        executed. The hidden states are rounded as `weights` says. remat: a name of
-        REMAT, what of a layer is kept for the backward pass. project, gather, reduce and weights:
-        the layer's. axis: the mesh axis over which heads, feed-forward, experts and vocabulary are
-        split, or None. unroll: unroll the layers instead of scanning them. adapt(a layer's
-        parameters, its adapters) -> the parameters to compute with, LoRA's factors among them,
-        where `adapters` is a tree of arrays stacked as the layers are. routes_LBTA: the experts of
+        executed. The hidden states are rounded as `execution.weights` says. adapters: for
+        `execution.adapt`, a tree of arrays stacked as the layers are. routes_LBTA: the experts of
         each token, uint8; None: the layers choose them. Of a model with experts chosen_LBTA are
         those that the layers choose, or would have; else None.
         """
@@ -276,9 +282,8 @@ class Transformer(nnx.Module):
         layers = nnx.to_pure_dict(state)
         for p in self.config.layer.parameters:
             if " " not in p.layout:  # biases and scales, which no product reads
-                layers[p.name] = rounded(layers[p.name], weights.dtype_of(layers[p.name]))
-        of_layer = {"gather": gather, "reduce": reduce, "project": project}
-        of_layer |= {"weights": weights, "axis": axis}
+                dtype = execution.weights.dtype_of(layers[p.name])
+                layers[p.name] = rounded(layers[p.name], dtype)
 
         def through_layers(x_BTD, cos_sin_of):
             kinds, cos_sins = list(cos_sin_of), list(cos_sin_of.values())
@@ -289,10 +294,12 @@ class Transformer(nnx.Module):
                 stacked = jax.tree.map(lambda *of_kinds: jnp.stack(of_kinds), *cos_sins)
 
             def body(x_BTD, xs):
-                *params_and_adapters, routes, number = xs
+                own, own_adapters, routes, number = xs
                 x_BTD = checkpoint_name(x_BTD, LAYER_INPUT)
-                own, factors = split_factors(adapt(*params_and_adapters))
-                run = functools.partial(nnx.merge(graph, own), factors=factors, **of_layer)
+                if adapters:
+                    own = execution.adapt(own, own_adapters)
+                own, factors = split_factors(own)
+                layer = nnx.merge(graph, own)
                 cos_sin, attend_one = cos_sins[0], attends[0]
                 if number is not None:
                     cos_sin = jax.tree.map(lambda of_kinds: of_kinds[number], stacked)
@@ -301,15 +308,17 @@ class Transformer(nnx.Module):
                 def attend_alone(*qkv):
                     return attend_one(*qkv), None
 
-                x_BTD, _, chosen = run(x_BTD, cos_sin, attend_alone, routes=routes)
+                x_BTD, _, chosen = layer(
+                    x_BTD, cos_sin, attend_alone, execution, factors=factors, routes=routes
+                )
                 return x_BTD, chosen
 
             of_layers = (layers, adapters, routes_LBTA, number_L)
-            return jax.lax.scan(REMAT[remat](body), x_BTD, of_layers, unroll=unroll)
+            body = REMAT[execution.remat](body)
+            return jax.lax.scan(body, x_BTD, of_layers, unroll=execution.unroll)
 
         top = {"embed_VD": self.embed_VD[...], "final_norm_D": self.final_norm_D[...]}
-        run = functools.partial(_hidden, weights=weights, reduce=reduce, axis=axis)
-        return run(top, self.config, tokens_BT, position_BT, through_layers)
+        return _hidden(top, self.config, tokens_BT, position_BT, through_layers, execution)
 
     def __call__(self, tokens_BT, *, segment_BT=None):
         """Computes float32 logits_BTV. `segment_BT`: each token's sequence, 0 for padding."""
@@ -329,38 +338,37 @@ def hidden_layer_by_layer(
     """Runs the sampler's parameters: (normed last hidden states, what layers kept, routes).
 
     The second is a list; routes_BTLA are the experts that were chosen, None where there are none.
-    params: `unstack`'s. attends: the layers' `attend`, one each. axis: the mesh axis over which
-    heads, feed-forward and vocabulary are split, or None.
+    params: `unstack`'s. attends: the layers' `attend`, one each. project, axis: an `Execution`'s.
     """
     graph = nnx.split(nnx.eval_shape(lambda: config.layer(config, key=jax.random.key(0))))[0]
-
     reduce = functools.partial(_over, axis=axis, dtype=params["embed_VD"].dtype)
+    execution = Execution(project=project, axis=axis, reduce=reduce)
 
     def through_layers(x_BTD, cos_sin_of):
         kept = []
         for array, kind, attend in zip(params["layers"], config.kinds, attends, strict=True):
             own, factors = split_factors(transposed(array))
-            run = functools.partial(nnx.merge(graph, own), reduce=reduce, project=project)
-            x_BTD, *kept_of_one = run(x_BTD, cos_sin_of[kind], attend, factors=factors, axis=axis)
-            kept.append(kept_of_one)
+            layer = nnx.merge(graph, own)
+            x_BTD, *of_layer = layer(x_BTD, cos_sin_of[kind], attend, execution, factors=factors)
+            kept.append(of_layer)
         return x_BTD, kept
 
-    run = functools.partial(_hidden, weights=WHOLE, reduce=reduce, axis=axis)
-    x_BTD, of_layers = run(params, config, tokens_BT, position_BT, through_layers)
+    x_BTD, of_layers = _hidden(params, config, tokens_BT, position_BT, through_layers, execution)
     kept, routes = zip(*of_layers, strict=True)
     return x_BTD, list(kept), None if routes[0] is None else jnp.stack(routes, axis=2)
 
 
-def _hidden(params, config, tokens_BT, position_BT, through_layers, *, weights, reduce, axis):
+def _hidden(params, config, tokens_BT, position_BT, through_layers, execution: Execution):
     """Runs all but the head; through_layers(x_BTD, cos_sin_of) gives (x_BTD, what layers kept).
 
     cos_sin_of: {kind of layer: its `rotation`}.
     """
     embed_VD, scale_D = params["embed_VD"], params["final_norm_D"]
+    weights, axis = execution.weights, execution.axis
     dtype = weights.dtype_of(embed_VD)
     # Where rows are split over a mesh axis, each chip looks up its share.
     first_id = 0 if axis is None else jax.lax.axis_index(axis) * embed_VD.shape[0]
-    x_BTD = reduce(lookup(embed_VD, tokens_BT, first_id, weights))
+    x_BTD = execution.reduce(lookup(embed_VD, tokens_BT, first_id, weights))
     if config.embed_scale != 1:
         x_BTD = x_BTD * jnp.asarray(config.embed_scale, dtype).astype(jnp.float32)
     rotate = functools.partial(rotation, position_BT, head_dim=config.head_dim)

@@ -36,9 +36,8 @@ from models.hf import load_params
 from models.hf_config import load_config
 from models.kernels.xla import attention
 from models.parameters import param_axes
-from models.precision import WHOLE
 from models.qwen3_moe import Qwen3MoeLayer
-from models.transformer import abstract_params, causal_mask
+from models.transformer import ALONE, abstract_params, causal_mask
 from sharding import rules
 from sharding.mesh import make_mesh
 
@@ -54,7 +53,7 @@ def feed_forward(layer, h_BTD, routes=None):
     def times(spec, x, w, name):
         return jnp.einsum(spec, x, w)
 
-    return layer.feed_forward(h_BTD, times, weights=WHOLE, axis=None, routes=routes)
+    return layer.feed_forward(h_BTD, times, routes, ALONE)
 
 
 def out_of(layer, h_BTD, routes):

@@ -19,7 +19,7 @@ from models.hf_config import config_of, load_config, sees_images
 from models.kernels.packed import packed_attention
 from models.precision import Weights
 from models.rope import LinearScaling
-from models.transformer import hidden_layer_by_layer, split, unstack, windowed
+from models.transformer import Execution, hidden_layer_by_layer, split, unstack, windowed
 
 SMALL = gemma3.Gemma3Config(
     *(288, 24, 40, 3, 4, 2, 8, True, 1e6),
@@ -49,8 +49,8 @@ def test_a_scan_over_the_layers_keeps_their_order():
     attends = [seeing(kind.window) for kind in SMALL.kinds]
     given = (unstack(params), SMALL, tokens_BT, position_BT, attends)
     one_by_one, *_ = jit(lambda: hidden_layer_by_layer(*given, axis=None))()
-    how, model = {"remat": "keep_attention"}, nnx.merge(graph, params)
-    scanned, *_ = jit(lambda: model.hidden(tokens_BT, position_BT, attend, **how))()
+    keeping, model = Execution(remat="keep_attention"), nnx.merge(graph, params)
+    scanned, *_ = jit(lambda: model.hidden(tokens_BT, position_BT, attend, keeping))()
     np.testing.assert_allclose(scanned, one_by_one, atol=2e-5)
 
 
@@ -62,8 +62,9 @@ def test_embeddings_are_multiplied_by_the_rounded_root_of_the_width():
     for name in ("o_NHD", "down_FD"):
         params["layers"][name] = np.zeros_like(params["layers"][name])
     tokens_BT = np.arange(4)[None]
-    how = {"attend": lambda q, k, v, window: q, "weights": Weights(dtype="bfloat16")}
-    x_BTD, _ = jit(lambda: nnx.merge(graph, params).hidden(tokens_BT, tokens_BT, **how))()
+    execution, model = Execution(weights=Weights(dtype="bfloat16")), nnx.merge(graph, params)
+    attend = lambda q, k, v, window: q  # noqa: E731
+    x_BTD, _ = jit(lambda: model.hidden(tokens_BT, tokens_BT, attend, execution))()
     expected_BTD = params["embed_VD"][tokens_BT].astype(jnp.bfloat16).astype(np.float32) * 34 / 1e6
     np.testing.assert_allclose(x_BTD, expected_BTD.astype(jnp.bfloat16), rtol=1e-6)
 

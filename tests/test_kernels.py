@@ -34,7 +34,7 @@ from models.kernels import (
 from models.kernels.xla import PageTable, attention, near_attention, open_pages, page_order
 from models.precision import Weights
 from models.qwen2 import PRESETS, Qwen2Config
-from models.transformer import REMAT, abstract_params, segment_positions
+from models.transformer import REMAT, Execution, abstract_params, segment_positions
 from sharding.mesh import make_mesh
 
 
@@ -344,8 +344,8 @@ def test_what_is_kept_for_the_backward_pass_is_not_computed_a_second_time():
     def computed(remat):
         def scalar(params):
             attend = lambda *qkv, window: packed.packed_attention(*qkv, segment_BT, branch_BT)  # noqa: E731
-            how = {"remat": remat, "weights": Weights(dtype="bfloat16")}
-            x_BTD, _ = nnx.merge(graph, params).hidden(segment_BT, branch_BT, attend, **how)
+            execution = Execution(remat=remat, weights=Weights(dtype="bfloat16"))
+            x_BTD, _ = nnx.merge(graph, params).hidden(segment_BT, branch_BT, attend, execution)
             return jnp.sum(jnp.sin(x_BTD))
 
         text = str(jax.make_jaxpr(jax.grad(scalar))(params))

@@ -28,14 +28,11 @@ def inputs(T, *, scale=1.0):
     return x_BTD, head_DV, target_BT, rng.normal(size=(B, T)).astype(np.float32)
 
 
-def token_loss(logp, tokens):
-    """Tells the tokens apart, is not linear in the log-probability, and has an indicator."""
-    return tokens["weight"] * (logp + 0.1 * logp**2), {"half": 0.5 * logp}
-
-
-def bonus(tokens):
-    """Weighs each token's entropy in the loss."""
-    return -0.3 * tokens["weight"] ** 2
+def token_loss(logp, entropy, tokens):
+    """Tells the tokens apart, is linear in neither number, and has an indicator."""
+    weight = tokens["weight"]
+    loss = weight * (logp + 0.1 * logp**2) - 0.3 * weight**2 * (entropy + 0.1 * entropy**2)
+    return loss, {"half": 0.5 * logp}
 
 
 def whole(x_BTD, head_DV, target_BT, weight_BT):
@@ -44,8 +41,8 @@ def whole(x_BTD, head_DV, target_BT, weight_BT):
     logp_BTV = jax.nn.log_softmax(logits_BTV)
     logp_BT = jnp.take_along_axis(logp_BTV, target_BT[..., None], axis=-1)[..., 0]
     entropy_BT = -jnp.sum(jnp.exp(logp_BTV) * logp_BTV, axis=-1)
-    loss_BT, indicators = token_loss(logp_BT, {"weight": weight_BT})
-    loss = jnp.sum(loss_BT + bonus({"weight": weight_BT}) * entropy_BT)
+    loss_BT, indicators = token_loss(logp_BT, entropy_BT, {"weight": weight_BT})
+    loss = jnp.sum(loss_BT)
     return -3 * loss, (loss, logp_BT, entropy_BT, indicators["half"])
 
 
@@ -66,7 +63,7 @@ def chunked(mesh, head_loss=head_loss):
     def loss(x_BTD, head_DV, target_BT, weight_BT):
         tokens = {"weight": weight_BT}
         given = x_BTD, head_DV, target_BT, tokens, token_loss, softmax
-        loss, *chosen = head_loss(*given, entropy_weight=bonus)
+        loss, *chosen = head_loss(*given, takes_entropy=True)
         chosen[-1] = chosen[-1]["half"]
         return -3 * loss + jnp.sum(jnp.stack(chosen)), (loss, *chosen)
 

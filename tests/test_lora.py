@@ -26,7 +26,7 @@ from models import hf
 from models.kernels.packed import packed_attention
 from models.lora import MATRICES, Lora, adapted, beside, factors, init_adapters
 from models.precision import Weights
-from models.transformer import abstract_params, hidden_layer_by_layer, unstack
+from models.transformer import Execution, abstract_params, hidden_layer_by_layer, unstack
 from sharding.mesh import make_mesh
 
 LORA = Lora(rank=3, alpha=6.0, targets=tuple(MATRICES))
@@ -128,8 +128,9 @@ def hidden_states(params, adapters, *, dtype, by_sampler):
             return part[0].astype(jnp.float32)
         adapt = functools.partial(adapted if dtype == "float32" else beside, scale=LORA.scale)
         model = nnx.merge(abstract_params(SMALL)[0], start)
-        how = {"weights": Weights(dtype=dtype), "adapters": adapters["layers"], "adapt": adapt}
-        return model.hidden(tokens_BT, position_BT, attend, **how)[0].astype(jnp.float32)
+        execution, layers = Execution(weights=Weights(dtype=dtype), adapt=adapt), adapters["layers"]
+        x_BTD, _ = model.hidden(tokens_BT, position_BT, attend, execution, adapters=layers)
+        return x_BTD.astype(jnp.float32)
 
     return np.asarray(jit(run)(params, adapters))
 

@@ -59,7 +59,7 @@ def loss_and_slope(logp, token, learning):
 
     @jit
     def run(logp, token):
-        of = lambda logp: losses.token_loss(logp, token, learning)  # noqa: E731
+        of = lambda logp: losses.token_loss(logp, 0.0, token, learning)  # noqa: E731
         loss, pull, held = jax.vjp(of, logp, has_aux=True)
         return loss, pull(jnp.ones_like(loss))[0], held
 
@@ -175,7 +175,7 @@ def test_a_constant_is_declared_for_the_losses_that_read_it():
                 read.add(name)
                 return getattr(learning, name)
 
-        losses.token_loss(logp, token, Seen())
+        losses.token_loss(logp, 0.0, token, Seen())
         declared = {name for name in constants if loss in base.KEYS[f"algo.{name}"].only}
         assert read & constants == declared, loss
 
@@ -226,7 +226,7 @@ def slopes(learning: learner.Learning) -> list[np.ndarray]:
 
     @jit
     def slope(logp_BT, token):
-        total = lambda logp_BT: jnp.sum(losses.token_loss(logp_BT, token, learning)[0])  # noqa: E731
+        total = lambda logp_BT: jnp.sum(losses.token_loss(logp_BT, 0.0, token, learning)[0])  # noqa: E731
         return jax.grad(total)(logp_BT)
 
     found = np.full(len(behavior), np.nan)

@@ -96,18 +96,17 @@ def fit(
             tokens_BT,
             positions_BT,
             lambda q, k, v, window: packed_attention(q, k, v, segment_BT, no_branch_BT),
-            remat="none",
         )
         weight_BT = target_BT[:, 1:]
-        loss, *_ = head_loss(
+        head = head_loss(
             x_BTD[:, :-1],
             model.head(),
             tokens_BT[:, 1:],
             weight_BT,
-            lambda logp, weight: (-logp * weight, {}),
+            lambda logp, _, weight: (-logp * weight, {}),
             softmax,
         )
-        return loss / jnp.sum(weight_BT)
+        return head.loss / jnp.sum(weight_BT)
 
     @jax.jit
     def step(params, opt_state, batch):
