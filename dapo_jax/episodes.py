@@ -33,19 +33,19 @@ from dapo_jax.tasks.environments import (
 )
 from dapo_jax.tasks.place import TIMED_OUT, in_thread
 from dapo_jax.tasks.tokenizer import Tokenizer
-from dapo_jax.types import LEFT_OUT, Message, Prompt, Response, Verdict
+from dapo_jax.types import LEFT_OUT, Message, Prompt, Response, Status, Verdict
 
-Where = tuple[int, int]  # the session's number of a group, and the sample
+Where = tuple[int, int, int]  # stream, cursor and sample
 
 
 class End(NamedTuple):
     """The end of an episode: what its `Response` has then.
 
-    stopped: False where there was no room to go on. verdict: None where the task grades the last
-    turn. turns: all that both sides said.
+    status: STOPPED, or CUT where there was no room to go on. verdict: None where the task grades
+    the last turn. turns: all that both sides said.
     """
 
-    stopped: bool
+    status: Status
     measures: Mapping[str, float]
     verdict: Verdict | None = None
     turns: Sequence[Message] = ()
@@ -79,7 +79,7 @@ class Environments:
         self._may_open = threading.Semaphore(most_open or sys.maxsize)
         self._lock = threading.Lock()  # of the next three, which the threads of turns change
         self._episodes: dict[Where, Episode] = {}
-        self._cancelled: set[int] = set()  # numbers of groups
+        self._cancelled: set[tuple[int, int]] = set()  # stream and cursor
         self._is_closed = False
         # The turns of all processes without answers yet; None: another one answers.
         self._asked: dict[Where, concurrent.futures.Future | None] = {}
@@ -91,25 +91,26 @@ class Environments:
     def ask(self, where: Where, prompt: Prompt, response: Response, room: int) -> None:
         """Gives a turn that ended to its environment; all processes call it alike.
 
-        room: the tokens that the response may still have; one at least has to be sampled.
+        response: so far; it waits, or has no room left. room: the tokens that it may still have;
+        one at least has to be sampled.
         """
         run = functools.partial(self._run, where, prompt, response, room)
-        self._asked[where] = in_thread(run) if hosts.is_mine(where[0]) else None
+        self._asked[where] = in_thread(run) if hosts.is_mine(where[1]) else None
 
-    def close(self, number: int | None = None) -> None:
+    def close(self, group: tuple[int, int] | None = None) -> None:
         """Lets go of the episodes of a cancelled group; None: of all.
 
         One whose turn is being answered is closed behind the answer.
         """
         with self._lock:
-            self._cancelled.add(number)
-            self._is_closed |= number is None
+            self._cancelled.add(group)
+            self._is_closed |= group is None
             gone = [where for where in self._episodes if self._lets_go(where)]
             for where in gone:
                 self._close(self._episodes.pop(where))
 
     def _lets_go(self, where: Where) -> bool:
-        return self._is_closed or where[0] in self._cancelled
+        return self._is_closed or where[:2] in self._cancelled
 
     def _close(self, episode: Episode) -> None:
         """Closes an episode behind everything else; a program's end waits for it."""
@@ -151,14 +152,14 @@ class Environments:
             return retried(self._factories[prompt.key].seconds, answered)
         except BaseException as error:
             if self._lets_go(where):
-                return End(False, {})  # nobody reads it
+                return End(Status.CUT, {})  # nobody reads it
             reason, turns = f"{prompt.example.source}, row {prompt.example.row}: {error}", []
             with contextlib.suppress(Exception):  # what failed may be the decoding
                 turns = [self._text(turn_T) for turn_T in response.turns_T[::2]]
             if self._on_failure == "leave_out" and isinstance(error, EnvironmentFailed):
                 said = [it for text in turns for it in _said(text, ())]
                 said.append({"role": "environment", "content": reason})
-                return End(True, {}, Verdict(False, None, LEFT_OUT, 0.0), said)
+                return End(Status.STOPPED, {}, Verdict(False, None, LEFT_OUT, 0.0), said)
             numbered = enumerate(turns, start=1)
             return reason + "".join(f"\n  turn {i}: {text!r:.300}" for i, text in numbered)
 
@@ -206,7 +207,7 @@ class Environments:
         return episode
 
     def _next(self, episode: Episode, response: Response, room: int) -> Answer:
-        stopped, turn_T = response.stopped, response.turns_T[-1]
+        stopped, turn_T = response.status is Status.WAITING, response.turns_T[-1]
         text = self._text(turn_T)
         messages = episode.answer(text) if stopped else []
         if messages and episode.turns < self._max_turns:
@@ -220,7 +221,7 @@ class Environments:
         episode.close()
         measures["turns"] = float(len(response.turns_T[::2]))
         measures["environment_tokens"] = float(np.sum(~response.sampled_T))
-        return End(stopped, measures, verdict, episode.said)
+        return End(Status.STOPPED if stopped else Status.CUT, measures, verdict, episode.said)
 
     def _between(self, episode: Episode, messages: Sequence[Message], turn_T) -> list[int]:
         try:

@@ -13,7 +13,7 @@ import numpy as np
 from dapo_jax.algorithm import above_lowest, informative_groups, shaped_reward
 from dapo_jax.grading import Grading
 from dapo_jax.sampler.session import Session
-from dapo_jax.types import TRAINING, Group, PartialGroup, Prompt, Rollouts
+from dapo_jax.types import TRAINING, Group, Prompt, Rollouts, Status
 
 # Partial rollouts issue no prompts before so many slots are idle: a prefill costs as much for one.
 IDLE_SHARE = 1 / 32
@@ -53,7 +53,7 @@ def collect(
     session: Session,
     plan: StepPlan,
     cursor: int,
-    partial: Sequence[PartialGroup] = (),
+    partial: Sequence[Group] = (),
     *,
     expected_share: float,
     report: Callable[[str], None],
@@ -76,11 +76,12 @@ def collect(
     share = expected_share if plan.dynamic_sampling else 1.0
     order = (AnyOrder if any_order else InOrder)(session, cursor, plan, partial, share)
     ended, under_way = [], set(session.unfinished)
-    for it in partial:
-        if not any(it.unfinished_G):
-            ended.append(Group(it.cursor, plan.prompt_at(it.cursor), it.responses))
-        elif (TRAINING, it.cursor) not in under_way:
-            submit(it.cursor, plan.prompt_at(it.cursor), partial=it)
+    for group in partial:
+        prompt = plan.prompt_at(group.cursor)
+        if not group.is_unfinished:
+            ended.append(dataclasses.replace(group, prompt=prompt))
+        elif (TRAINING, group.cursor) not in under_way:
+            submit(group.cursor, prompt, begun=group.responses)
     with Grading(plan.grade) as grading:
         order.add([*grading.exchange(ended), *grading.exchange([])])
         while not order.has_enough():
@@ -106,7 +107,7 @@ def collect(
         issued=len(sampled) if any_order else order.issued,
         stats=dataclasses.replace(session.stats, requests=requests, seconds=seconds),
         partial=go_on,
-        continued_tokens=sum(it.tokens for it in partial),
+        continued_tokens=sum(group.sampled_tokens for group in partial),
     )
 
 
@@ -125,7 +126,7 @@ class InOrder:
     session: Session
     cursor: int
     plan: StepPlan
-    partial: Sequence[PartialGroup]
+    partial: Sequence[Group]
     expected_share: float
     issued: int = 0
     groups: dict[int, Group] = dataclasses.field(default_factory=dict)
@@ -179,7 +180,7 @@ class InOrder:
         expected = len(self.counting) + under_way * share - spread
         return self.cursor + self.issued < self.end and expected < plan.num_prompts
 
-    def result(self) -> tuple[list[Group], int, list[PartialGroup]]:
+    def result(self) -> tuple[list[Group], int, list[Group]]:
         """Returns (the groups up to the last one kept, the next cursor, none that goes on)."""
         return [self.groups[i] for i in range(self.cursor, self.end)], self.end, []
 
@@ -232,35 +233,27 @@ class AnyOrder(InOrder):
         most_groups = plan.num_prompts * (1 + plan.partial_rollout_steps)
         return self.issued < plan.max_prompts and expected < most_groups
 
-    def result(self) -> tuple[list[Group], int, list[PartialGroup]]:
+    def result(self) -> tuple[list[Group], int, list[Group]]:
         """Returns (the complete groups to train on or discard, the next cursor, those to go on)."""
         extra = {*self.counting[self.plan.num_prompts :]} - self.due
         sampled = [self.groups[place] for place in sorted(self.groups.keys() - extra)]
-        go_on = [*self.session.pause(), *(_complete(self.groups[place]) for place in extra)]
+        go_on = [*self.session.pause(), *(self.groups[place].continued() for place in extra)]
         next_cursor = self.cursor + self.issued
         return sampled, next_cursor, sorted(go_on, key=operator.attrgetter("cursor"))
 
 
-def _complete(group: Group) -> PartialGroup:
-    responses = tuple(response.continued() for response in group.responses)
-    return PartialGroup(group.cursor, responses, (False,) * len(responses))
-
-
-def continued(
-    plan: StepPlan, cursor: int, partial: Sequence[PartialGroup]
-) -> tuple[int, Sequence[PartialGroup]]:
+def continued(plan: StepPlan, cursor: int, partial: Sequence[Group]) -> tuple[int, Sequence[Group]]:
     """Returns (next cursor, partial groups): none where a fork's config cannot go on with them."""
     fit = all(
-        len(it.responses) == plan.group_size
+        len(group.responses) == plan.group_size
         and len(response.tokens_T) <= plan.max_tokens
         and (
-            response.stopped
-            or unfinished
+            response.status is not Status.CUT
             or response.turns is not None  # the environment's answer had no room
             or len(response.tokens_T) == plan.max_tokens
         )
-        for it in partial
-        for response, unfinished in zip(it.responses, it.unfinished_G, strict=True)
+        for group in partial
+        for response in group.responses
     )
     if plan.partial_rollout_steps and fit:
         return cursor, partial

@@ -6,6 +6,7 @@ experts of a token.
 """
 
 import dataclasses
+import enum
 import numbers
 import sys
 from collections.abc import Mapping, Sequence
@@ -104,15 +105,23 @@ def true_or_false(value: Any) -> bool:
     return bool(value)
 
 
+class Status(enum.Enum):
+    """What became of a response."""
+
+    RUNNING = "more of it is to be sampled"
+    WAITING = "its turn ended, and its environment has not answered yet"
+    STOPPED = "it ended with a stop token, or as its environment said"
+    CUT = "it was cut off at the length limit"
+
+
 @dataclasses.dataclass(frozen=True)
 class Response:
     """One sampled response: its tokens, the stop token included, and what was found in it.
 
-    tokens_T int32, behavior_logp_T float32 (nats, under the sampling distribution). stopped: False
-    where it was cut off at the length limit; of an unfinished episode whether it waits for an
-    answer. text and verdict are None until it is graded. ends: how many tokens it had at the ends
-    of earlier steps (partial rollouts). given_T bool: the tokens of an environment, between the
-    turns of an episode, which no policy sampled and no loss has; None: there are none. route_TLA
+    tokens_T int32, behavior_logp_T float32 (nats, under the sampling distribution). text and
+    verdict are None until it is graded. ends: how many tokens it had at the ends of earlier steps
+    (partial rollouts). given_T bool: the tokens of an environment, between the turns of an episode,
+    which no policy sampled and no loss has; None: there are none. route_TLA
     uint8: the experts that each token was sent to in each layer, those of the prompt but for its
     last token first; entry by entry what packing.py has of both. None: the model has no experts.
     measures: of the episode, as `Verdict.measures`. turns: what its sides said.
@@ -120,7 +129,7 @@ class Response:
 
     tokens_T: np.ndarray
     behavior_logp_T: np.ndarray
-    stopped: bool
+    status: Status
     text: str | None = None
     verdict: Verdict | None = None
     ends: tuple[int, ...] = ()
@@ -128,6 +137,16 @@ class Response:
     route_TLA: np.ndarray | None = None
     measures: Mapping[str, float] | None = None
     turns: Sequence[Message] | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Returns whether it ended, and was not cut off."""
+        return self.status is Status.STOPPED
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Returns whether it may still have more tokens."""
+        return self.status in (Status.RUNNING, Status.WAITING)
 
     @property
     def sampled_T(self) -> np.ndarray:
@@ -170,12 +189,13 @@ TRAINING = 0  # of a session's streams the one that is trained on
 class Group:
     """One prompt and its G responses, by sample index; `cursor` is its place in the stream.
 
-    Properties named _G are arrays [G]; correct_G and score_G need graded responses. stream: the
-    session's that it was sampled for.
+    Properties named _G are arrays [G]; correct_G and score_G need graded responses. prompt: None
+    where a checkpoint has been read, and not the data. stream: the session's that it was sampled
+    for.
     """
 
     cursor: int
-    prompt: Prompt
+    prompt: Prompt | None
     responses: tuple[Response, ...]
     stream: int = 0
 
@@ -189,6 +209,21 @@ class Group:
     def grades(self) -> tuple[list[str], list[Verdict]]:
         """The texts and verdicts of graded responses."""
         return [it.text for it in self.responses], [it.verdict for it in self.responses]
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Returns whether a response may still have more tokens."""
+        return any(response.is_unfinished for response in self.responses)
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Counts the tokens that a policy sampled."""
+        return sum(response.sampled_tokens for response in self.responses)
+
+    def continued(self) -> "Group":
+        """The group, ended or not, as the next step finds it."""
+        responses = tuple(response.continued() for response in self.responses)
+        return dataclasses.replace(self, responses=responses)
 
     @property
     def length_G(self) -> np.ndarray:
@@ -225,23 +260,6 @@ class Group:
         """The task's own reward of each response; NaN where it has none beside correctness."""
         scores = [response.verdict.score for response in self.responses]
         return np.array([np.nan if score is None else score for score in scores])
-
-
-@dataclasses.dataclass(frozen=True)
-class PartialGroup:
-    """A group that a step did not train on, and that goes on in the next one.
-
-    responses: what there is of each; unfinished_G: whether more of it is to be sampled.
-    """
-
-    cursor: int
-    responses: tuple[Response, ...]
-    unfinished_G: tuple[bool, ...]
-
-    @property
-    def tokens(self) -> int:
-        """Counts the tokens that were sampled."""
-        return sum(response.sampled_tokens for response in self.responses)
 
 
 @dataclasses.dataclass
@@ -291,7 +309,7 @@ class Rollouts:
     cursor: int
     issued: int
     stats: RolloutStats
-    partial: Sequence[PartialGroup] = ()
+    partial: Sequence[Group] = ()
     continued_tokens: int = 0
 
     @property
@@ -312,8 +330,7 @@ class Rollouts:
     @property
     def sampled_PG(self) -> np.ndarray:
         """Tokens of everything sampled but those of environments, which have no loss."""
-        counts = [[it.sampled_tokens for it in group.responses] for group in self.sampled]
-        return np.array(counts)
+        return np.array([[r.sampled_tokens for r in group.responses] for group in self.sampled])
 
     @property
     def kept_tokens(self) -> int:

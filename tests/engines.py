@@ -22,7 +22,7 @@ from dapo_jax.sampler.engine import Engine
 from dapo_jax.sampler.scheduler import Scheduler
 from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.setup import components
-from dapo_jax.types import Batch, Group, Prompt
+from dapo_jax.types import Batch, Group, Prompt, Status
 from models.kernels import KERNELS, OPTIONS
 from models.parameters import param_axes
 from models.qwen2 import Qwen2Config
@@ -183,7 +183,7 @@ def same_bits(responses, expected, *, atol=0.0):
         wanted = expected[request]
         assert np.array_equal(response.tokens_T, wanted.tokens_T), request
         assert np.array_equal(response.sampled_T, wanted.sampled_T), request
-        assert (response.stopped, response.measures) == (wanted.stopped, wanted.measures), request
+        assert (response.status, response.measures) == (wanted.status, wanted.measures), request
         assert np.array_equal(response.route_TLA, wanted.route_TLA), request
         gap = np.abs(response.behavior_logp_T - wanted.behavior_logp_T).max()
         assert gap <= atol, f"log-probs of {request} differ by up to {gap}"
@@ -228,12 +228,14 @@ class Scripted:
         pass
 
     def ask(self, where, prompt, response, room):
-        cursor, sample = where
+        _, cursor, sample = where
         turns = int(np.sum(np.diff(response.sampled_T.astype(int)) < 0)) + 1
         tokens = [3, 50 + cursor % 7, 51, 52, 53][: 1 + turns + cursor % 3]  # 3 is a stop token
         tokens += [54] * (self.more * (sample % 2))
-        more = response.stopped and turns < 3 and len(tokens) < room
-        answer = tokens if more else End(response.stopped, {"turns": turns})
+        waits = response.status is Status.WAITING
+        more = waits and turns < 3 and len(tokens) < room
+        end = End(Status.STOPPED if waits else Status.CUT, {"turns": turns})
+        answer = tokens if more else end
         self.ready.append((time.monotonic() + self.delay(), (where, answer)))
 
     def answers(self, *, wait):
@@ -271,7 +273,7 @@ def interrupted(engine, params, *, blocks, later=None, keeps=False):
         session = Session(engine, params, Stream(RUN_KEY, SAMPLING))
         for it in partial:
             prompt = Prompt(FEW[it.cursor])
-            session.submit(it.cursor, prompt, group_size=5, partial=it)
+            session.submit(it.cursor, prompt, group_size=5, begun=it.responses)
     return responses | drain(session), partial
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from configs import tiny
 from dapo_jax.logs.alarms import REPEAT_STEPS, Alarms, cap_advice
-from dapo_jax.types import Group, Prompt, Response, Rollouts, RolloutStats, Verdict
+from dapo_jax.types import Group, Prompt, Response, Rollouts, RolloutStats, Status, Verdict
 
 # A step of the main job.
 HEALTHY = {
@@ -150,7 +150,7 @@ def test_the_advice_at_the_generation_cap_is_for_what_was_sampled(right, answere
     for i in range(200):
         prediction = "1" if i < answered else None
         verdict = Verdict(i < right, prediction, "wrong" if prediction else "no_answer")
-        responses.append(Response(TOKEN, TOKEN, stopped=True, verdict=verdict))
+        responses.append(Response(TOKEN, TOKEN, status=Status.STOPPED, verdict=verdict))
     assert words in cap_advice(tiny.get_config(), rollouts_of(responses))
 
 
@@ -161,5 +161,7 @@ def test_the_advice_at_the_generation_cap_is_for_what_was_sampled(right, answere
 def test_the_advice_at_the_generation_cap_of_episodes(status, scores, words):
     """Graded rewards of one correctness were said to want harder problems."""
     verdicts = (Verdict(True, None, status, score) for score in scores)
-    responses = [Response(TOKEN, TOKEN, stopped=True, verdict=verdict) for verdict in verdicts]
+    responses = [
+        Response(TOKEN, TOKEN, status=Status.STOPPED, verdict=verdict) for verdict in verdicts
+    ]
     assert words in cap_advice(tiny.get_config(), rollouts_of(responses))

@@ -25,7 +25,7 @@ from dapo_jax.logs.metrics import LOGP, TOKENS, VERDICTS
 from dapo_jax.logs.record import sample_digests
 from dapo_jax.process.failures import explain
 from dapo_jax.process.hosts import RETRYABLE
-from dapo_jax.types import Group, Response, Verdict
+from dapo_jax.types import Group, Response, Status, Verdict
 from sharding.mesh import make_mesh
 
 # Orbax abandons its other reads when one fails, and Python tells of them as they are collected.
@@ -274,7 +274,7 @@ def test_digests_are_what_they_were_the_same_on_any_mesh_and_see_what_is_exchang
 
 def test_samples_are_digested_by_what_they_are():
     arrays = np.array([3, 7], np.int32), np.array([-1.5, -0.25], np.float32)
-    response = Response(*arrays, True, "text", Verdict(True, "4", "right"))
+    response = Response(*arrays, Status.STOPPED, "text", Verdict(True, "4", "right"))
     found = sample_digests([Group(9, None, (response,))], np.array([[1.0]]))
     tokens = b"[9, 2, true, []]\n" + b"\x03\0\0\0\x07\0\0\0"
     line = b'[true, "4", "right", null, null]\n' + b"\0\0\0\0\0\0\xf0?"

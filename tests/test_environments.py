@@ -31,7 +31,16 @@ from dapo_jax.tasks.environments import (
 )
 from dapo_jax.tasks.place import Place
 from dapo_jax.tasks.rows import DataError
-from dapo_jax.types import LEFT_OUT, Example, Group, Prompt, Response, Rollouts, RolloutStats
+from dapo_jax.types import (
+    LEFT_OUT,
+    Example,
+    Group,
+    Prompt,
+    Response,
+    Rollouts,
+    RolloutStats,
+    Status,
+)
 
 IM = ("<|im_start|>", "<|im_end|>")
 HERE = sys.modules[__name__]
@@ -79,8 +88,9 @@ def play(data, tokenizer, *texts, sample=0, cut=False, running=None, max_turns=8
         turn = tokenizer.encode(text) + [tokenizer.stop_ids[0]] * stopped
         tokens, given = tokens + turn, given + [False] * len(turn)
         zeros = np.zeros(len(tokens), np.float32)
-        response = Response(np.int32(tokens), zeros, stopped, given_T=np.array(given))
-        running.ask((0, sample), data.prompts[0], response, 999 * stopped)
+        status = Status.WAITING if stopped else Status.RUNNING
+        response = Response(np.int32(tokens), zeros, status, given_T=np.array(given))
+        running.ask((0, 0, sample), data.prompts[0], response, 999 * stopped)
         ((_, answer),) = running.answers(wait=True)
         if isinstance(answer, End):
             return answer, Response(
@@ -202,14 +212,14 @@ def test_episodes_that_are_begun_for_the_data_are_closed(dataset):
     assert len(dataset(Counted, *rows, seconds=9.0).prompts) == 40 and Counted.live == 0
 
 
-@pytest.mark.parametrize("number", [0, None], ids=["of a group", "all"])
-def test_an_episode_is_closed_where_its_turn_is_still_answered(number, dataset, tokenizer):
+@pytest.mark.parametrize("group", [(0, 0), None], ids=["of a group", "all"])
+def test_an_episode_is_closed_where_its_turn_is_still_answered(group, dataset, tokenizer):
     data = dataset(Counted, ROW)
     running = Environments({"data.train": data.environment}, tokenizer, max_turns=3)
-    response = Response(np.int32([65, 258]), np.zeros(2, np.float32), True)
-    running.ask((0, 0), data.prompts[0], response, 99)
+    response = Response(np.int32([65, 258]), np.zeros(2, np.float32), Status.WAITING)
+    running.ask((0, 0, 0), data.prompts[0], response, 99)
     wait_for(lambda: Counted.live == 1, seconds=9)
-    running.close(number)
+    running.close(group)
     wait_for(lambda: Counted.live == 0, seconds=9)
 
 
@@ -218,9 +228,9 @@ def test_so_many_environments_are_open_at_once(dataset, tokenizer):
     Counted.most = 0
     how = {"max_turns": 3, "most_open": 2}
     running = Environments({"data.train": data.environment}, tokenizer, **how)
-    response = Response(np.int32([65, 258]), np.zeros(2, np.float32), True)
+    response = Response(np.int32([65, 258]), np.zeros(2, np.float32), Status.WAITING)
     for sample in range(8):
-        running.ask((0, sample), data.prompts[0], response, 99)
+        running.ask((0, 0, sample), data.prompts[0], response, 99)
     ended = []
     while len(ended) < 8:
         ended += running.answers(wait=True)
@@ -236,7 +246,8 @@ def test_a_failure_keeps_no_place_among_the_open_ones(dataset, tokenizer):
     tokens, zeros = np.int32([65, 258, 66, 65, 258]), np.zeros(5, np.float32)
     for live in (4, 0, 0):
         Counted.live = live
-        running.ask((0, 0), data.prompts[0], Response(tokens, zeros, True, given_T=other), 99)
+        response = Response(tokens, zeros, Status.WAITING, given_T=other)
+        running.ask((0, 0, 0), data.prompts[0], response, 99)
         ended = []
         wait_for(lambda found=ended: found.extend(running.answers(wait=False)) or found, seconds=9)
         assert ended[0][1].verdict.status == LEFT_OUT
@@ -246,13 +257,13 @@ def test_a_failure_keeps_no_place_among_the_open_ones(dataset, tokenizer):
 def test_a_cancelled_group_opens_nothing_more(dataset, tokenizer):
     data = dataset(Counted, ROW)
     running = Environments({"data.train": data.environment}, tokenizer, max_turns=3, most_open=1)
-    response = Response(np.int32([65, 258]), np.zeros(2, np.float32), True)
+    response = Response(np.int32([65, 258]), np.zeros(2, np.float32), Status.WAITING)
     Counted.begun = 0
     for sample in range(9):
-        running.ask((0, sample), data.prompts[0], response, 99)
+        running.ask((0, 0, sample), data.prompts[0], response, 99)
     wait_for(lambda: Counted.begun == 1, seconds=9)
-    running.close(0)
-    running.ask((1, 0), data.prompts[0], response, 99)
+    running.close((0, 0))
+    running.ask((0, 1, 0), data.prompts[0], response, 99)
     ended = []
     while (1, 0) not in [where for where, _ in ended]:
         ended += running.answers(wait=True)
@@ -778,7 +789,7 @@ def test_what_environments_say_has_no_tokens_of_the_template(dataset, tokenizer)
     data = dataset(Page, ROW)
     running = Environments({"data.train": data.environment}, tokenizer, max_turns=3)
     _, response = play(data, tokenizer, "a", running=running)
-    running.ask((0, 0), data.prompts[0], response, 999)
+    running.ask((0, 0, 0), data.prompts[0], response, 999)
     ((_, answer),) = running.answers(wait=True)
     begin = tokenizer._tokenizer.convert_tokens_to_ids("<|im_start|>")
     for ids in (answer, data.prompts[0].token_ids.tolist()):
@@ -806,9 +817,9 @@ def test_tokens_of_environments_are_counted_as_nobody_s():
     """They counted as sampled: a share of -0.81 was unused."""
     given_T = np.array([False] * 3 + [True] * 4 + [False])
     tokens_T, zeros = np.zeros(8, np.int32), np.zeros(8, np.float32)
-    response = Response(tokens_T, zeros, True, given_T=given_T, ends=(5,))
+    response = Response(tokens_T, zeros, Status.STOPPED, given_T=given_T, ends=(5,))
     assert (response.sampled_tokens, response.stale_tokens) == (4, 3)
-    group = Group(0, Prompt(tokens_T), (response, Response(tokens_T, zeros, True)))
+    group = Group(0, Prompt(tokens_T), (response, Response(tokens_T, zeros, Status.STOPPED)))
     rollouts = Rollouts([group], np.array([0]), np.array([True]), 1, 1, RolloutStats())
     assert rollouts.kept_tokens == 12 and rollouts.sampled_PG.tolist() == [[4, 8]]
 

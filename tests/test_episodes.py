@@ -47,7 +47,7 @@ from dapo_jax.tasks import calls
 from dapo_jax.tasks.base import graded
 from dapo_jax.tasks.datasets import load_dataset
 from dapo_jax.tasks.environments import EnvironmentFailed, Episode, Factory
-from dapo_jax.types import Example, Group, PartialGroup, Prompt, Response
+from dapo_jax.types import Example, Group, Prompt, Response, Status
 from experiments.tasks import textarena
 from experiments.tasks.guess import Guess, Guesses, Silent
 from tests.ext_tasks.slow import Slow
@@ -215,24 +215,23 @@ def test_an_episode_goes_on_in_other_sessions_as_if_it_had_never_stopped(
     """
     config, params, expected = reference
     engine, *rest = build(config, cache, params)
-    nothing = Response(np.zeros(0, np.int32), np.zeros(0, np.float32), stopped=False)
+    nothing = Response(np.zeros(0, np.int32), np.zeros(0, np.float32), Status.RUNNING)
     waited = 0
     for blocks in sessions:
         responses = {}
-        partial = [PartialGroup(cursor, (nothing,) * 5, (True,) * 5) for cursor in FEW]
+        partial = [Group(cursor, None, (nothing,) * 5) for cursor in FEW]
         for steps in (*blocks, None):
             session = Session(engine, *rest, Stream(RUN_KEY, LONG), environments=Scripted())
             for it in resaved(partial):
                 prompt = Prompt(FEW[it.cursor])
-                session.submit(it.cursor, prompt, group_size=5, partial=it)
+                session.submit(it.cursor, prompt, group_size=5, begun=it.responses)
             if steps is None:
                 responses |= drain(session)
                 break
             responses |= by_request([it for _ in range(steps) for it in session.step()])
             partial = session.pause()
             for it in partial:
-                pairs = zip(it.responses, it.unfinished_G, strict=True)
-                waited += sum(response.stopped and more for response, more in pairs)
+                waited += sum(response.status is Status.WAITING for response in it.responses)
         assert responses.keys() == expected.keys()
         same_bits(responses, expected)
     assert waited
@@ -454,7 +453,7 @@ def test_a_models_own_form_of_calls_is_read_by_its_response_template(calls, turn
     folder = folder_of(CHATML, IM, tmp_path, response_template=template)
     given = {"k": Factory("x", Tools, 1.0)}
     running = Environments(given, load(folder, chat="template"), max_turns=2)
-    begun = Response(np.zeros(1, np.int32), np.zeros(1, np.float32), stopped=True)
+    begun = Response(np.zeros(1, np.int32), np.zeros(1, np.float32), Status.WAITING)
     prompt = Prompt(np.zeros(1, np.int32), EXAMPLE, "k")
     answers = running._replayed((0, 0), prompt, begun).answer(turn)
     assert len(answers) == len(said)
@@ -548,8 +547,8 @@ def broken(*, failures=0, says=(), max_turns=3):
 def answered(running, tokens, given, *, room=100):
     """The answer to the last turn of a response."""
     tokens = np.array(tokens)
-    response = Response(tokens, np.zeros(len(tokens)), True, given_T=np.array(given))
-    running.ask((0, 0), PROMPT, response, room)
+    response = Response(tokens, np.zeros(len(tokens)), Status.WAITING, given_T=np.array(given))
+    running.ask((0, 0, 0), PROMPT, response, room)
     ((_, answer),) = running.answers(wait=True)
     return answer
 
@@ -602,11 +601,11 @@ def test_an_episode_that_goes_on_elsewhere_is_played_again(before, says, error):
         assert answer.measures["turns"] == 2 and Broken.closed == 1
 
 
-@pytest.mark.parametrize("numbers", [(0,), ()], ids=["of a group", "all"])
-def test_an_episode_that_is_let_go_is_closed(numbers):
+@pytest.mark.parametrize("group", [(0, 0), None], ids=["of a group", "all"])
+def test_an_episode_that_is_let_go_is_closed(group):
     running = broken()
     assert plays(running, "a")
-    running.close(*numbers)
+    running.close(group)
     wait_for(lambda: Broken.closed == 1, seconds=9)
 
 
@@ -626,7 +625,8 @@ def test_turns_are_limited_and_a_cut_one_is_rewarded_alone():
     assert answer.measures["environment_tokens"] == len("same")
     said = [tuple(turn.values()) for turn in answer.turns]
     assert said == [("assistant", "a"), ("environment", "same"), ("assistant", "b")]
-    assert answer.stopped and not plays(broken(), "a", room=len("same")).stopped
+    cut = plays(broken(), "a", room=len("same"))
+    assert (answer.status, cut.status) == (Status.STOPPED, Status.CUT)
 
 
 def test_a_task_grades_the_last_turn_where_there_is_no_reward():
@@ -636,7 +636,7 @@ def test_a_task_grades_the_last_turn_where_there_is_no_reward():
     turns = [("assistant", "x 1"), ("environment", "no"), ("assistant", "Answer: 7")]
     turns = [{"role": role, "content": text} for role, text in turns]
     how = {"given_T": given, "measures": {"turns": 2.0}, "turns": turns}
-    response = Response(tokens, np.zeros(len(tokens)), True, **how)
+    response = Response(tokens, np.zeros(len(tokens)), Status.STOPPED, **how)
     prompt, tokenizer, task = Prompt(np.array([1]), EXAMPLE), Letters(), task_of(task="arithmetic")
     (found,) = graded(Group(0, prompt, (response,)), task=task, tokenizer=tokenizer).responses
     assert found.verdict.correct and found.verdict.measures == {"turns": 2.0}

@@ -17,7 +17,7 @@ from quick import jit
 from configs import base
 from dapo_jax import learner, losses
 from dapo_jax.setup import checks, components
-from dapo_jax.types import Batch, Group, Prompt, Response
+from dapo_jax.types import Batch, Group, Prompt, Response, Status
 from models.kernels import KERNELS
 
 MAX_TOKENS = 50
@@ -210,7 +210,12 @@ def sampled():
     behavior = np.split(-rng.permutation(np.arange(1, 83)).astype(np.float32) / 32, CUTS)
     log_ratio = np.split(rng.normal(0, 0.3, 82) + 2.0 * (rng.random(82) < 0.2), CUTS)
     responses = [
-        Response(np.arange(n, dtype=np.int32), logp, stopped=True, ends=(n // 2,) if n > 9 else ())
+        Response(
+            np.arange(n, dtype=np.int32),
+            logp,
+            status=Status.STOPPED,
+            ends=(n // 2,) if n > 9 else (),
+        )
         for n, logp in zip(LENGTHS, behavior, strict=True)
     ]
     prompts = [Prompt(np.arange(n, dtype=np.int32)) for n in (3, 5)]

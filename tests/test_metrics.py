@@ -16,7 +16,7 @@ from dapo_jax.logs.metrics import METRICS, Metric, Step, score_metric, step_row
 from dapo_jax.printable import printable, printable_lines
 from dapo_jax.report import compare, plots
 from dapo_jax.report.runs import load_run, summary_lines
-from dapo_jax.types import Group, Prompt, Response, Rollouts, RolloutStats, Verdict
+from dapo_jax.types import Group, Prompt, Response, Rollouts, RolloutStats, Status, Verdict
 
 ROW = {"step": 12, "reward/mean": -0.25, "accuracy/mean": 0.375, "response_tokens/mean": 45.25}
 ROW |= {"response_tokens/truncated_fraction": 0.03125, "entropy": 0.512}
@@ -67,9 +67,9 @@ RIGHT, WRONG = Verdict(True, None, ""), Verdict(False, None, "")
 LATE = WRONG._replace(status="timeout")
 
 
-def _group(cursor, lengths, verdicts, *, stopped=True):
+def _group(cursor, lengths, verdicts, *, status=Status.STOPPED):
     responses = [
-        Response(np.zeros(n, np.int32), np.zeros(n, np.float32), stopped, "", verdict)
+        Response(np.zeros(n, np.int32), np.zeros(n, np.float32), status, "", verdict)
         for n, verdict in zip(lengths, verdicts, strict=True)
     ]
     return Group(cursor, Prompt(np.zeros(3, np.int32), None), tuple(responses))
@@ -89,7 +89,7 @@ def _step(updates=None):
     groups = [
         _group(5, (2, 4), [measured, WRONG._replace(measures={"lines": 2})]),
         _group(6, (6, 8), [RIGHT, RIGHT]),
-        _group(7, (10, 10), [WRONG, LATE], stopped=False),
+        _group(7, (10, 10), [WRONG, LATE], status=Status.CUT),
         _group(8, (1, 7), [WRONG, RIGHT]),
     ]
     if updates is None:

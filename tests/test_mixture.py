@@ -9,7 +9,7 @@ import numpy as np
 from dapo_jax.cli.config_flags import read_config
 from dapo_jax.setup import checks, components
 from dapo_jax.tasks.datasets import Mixture
-from dapo_jax.types import Group, Response
+from dapo_jax.types import Group, Response, Status
 
 SHARES = {"a": 30, "b": 20, "c": 10}  # of 60 prompts
 A, B, C = ([f"{name}{i}" for i in range(n)] for name, n in (("a", 50), ("b", 50), ("c", 7)))
@@ -67,7 +67,7 @@ def test_sets_by_flags_alone_are_graded_each_by_its_own_task(tmp_path):
     for prompt in prompts[:8]:
         text = f"Answer: {prompt.example.answer}.0"  # right by `strict`, wrong by `dapo`
         tokens = np.array(tokenizer.encode(text), np.int32)
-        response = Response(tokens, np.zeros(len(tokens), np.float32), True)
+        response = Response(tokens, np.zeros(len(tokens), np.float32), Status.STOPPED)
         (verdict,) = data.train.grade(Group(0, prompt, (response,))).grades[1]
         strict = prompt.key == "data.mixture.more"
         name = "accuracy@mixture.more" if strict else "accuracy@train"

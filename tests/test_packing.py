@@ -5,11 +5,11 @@ import dataclasses
 import numpy as np
 
 from dapo_jax.packing import into_micro_batches, pack, plan_rows
-from dapo_jax.types import Batch, Group, Prompt, Response
+from dapo_jax.types import Batch, Group, Prompt, Response, Status
 
 
 def group(prompt, *responses) -> Group:
-    made = [Response(np.int32(r), np.zeros(len(r)), stopped=True) for r in responses]
+    made = [Response(np.int32(r), np.zeros(len(r)), status=Status.STOPPED) for r in responses]
     return Group(cursor=0, prompt=Prompt(np.int32(prompt), None), responses=tuple(made))
 
 

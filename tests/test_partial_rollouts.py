@@ -30,7 +30,7 @@ from shared_programs import programs_compiled_once, small_config  # noqa: F401  
 from dapo_jax import train
 from dapo_jax.checkpoints.progress import Progress
 from dapo_jax.sampler.session import Session, Stream
-from dapo_jax.types import PartialGroup, Prompt, Response, Verdict
+from dapo_jax.types import Group, Prompt, Response, Status, Verdict
 from models.gemma3 import Gemma3Config
 from models.kernels import KERNELS, paged_tpu
 
@@ -44,10 +44,10 @@ def test_what_is_between_two_steps_comes_back_from_a_checkpoint_as_it_was():
     responses = tuple(
         Response(
             *(rng.integers(0, 9, 6, np.int32), rng.normal(size=6).astype(np.float32)),
-            *(stopped, None, None, (2, 6)),
-            route_TLA=rng.integers(0, 9, (8, 2, 3), np.uint8) if stopped else None,
+            *(status, None, None, (2, 6)),
+            route_TLA=rng.integers(0, 9, (8, 2, 3), np.uint8) if status is Status.STOPPED else None,
         )
-        for stopped in (True, False)
+        for status in Status
     )
     played = dataclasses.replace(
         responses[0],
@@ -59,7 +59,7 @@ def test_what_is_between_two_steps_comes_back_from_a_checkpoint_as_it_was():
     assert played.continued().verdict == played.verdict  # its environment gave it
     responses += (played,)
     partial, row = (
-        [PartialGroup(7, responses, (False, True, False))],
+        [Group(7, None, responses)],
         {"step": 3, "reward/mean": 0.1},
     )
     progress = Progress(11, 99, row, partial, {"aime": {"2": 0.25}})
@@ -69,7 +69,7 @@ def test_what_is_between_two_steps_comes_back_from_a_checkpoint_as_it_was():
     assert found.of_fork() == fork and fork.of_fork() == fork
     assert dataclasses.replace(found, partial=partial) == progress
     (group,) = found.partial
-    assert (group.cursor, group.unfinished_G) == (7, (False, True, False))
+    assert (group.cursor, group.prompt) == (7, None)
     for pair in zip(group.responses, responses, strict=True):
         for ours, theirs in zip(*(vars(it).values() for it in pair), strict=True):
             np.testing.assert_array_equal(ours, theirs)
@@ -115,8 +115,8 @@ def test_what_an_earlier_policy_sampled_stays_and_the_rest_is_the_new_ones(keeps
     same, unfinished, changed = np.testing.assert_array_equal, 0, 0
     for it in partial:
         of_prompt = len(FEW[it.cursor]) - 1
-        for i, (before, more) in enumerate(zip(it.responses, it.unfinished_G, strict=True)):
-            after, n = responses[it.cursor, i], len(before.tokens_T)
+        for i, before in enumerate(it.responses):
+            after, n, more = responses[it.cursor, i], len(before.tokens_T), before.is_unfinished
             assert after.ends == before.ends == (n,)
             assert after.stale_tokens == n
             same(after.tokens_T[:n], before.tokens_T)
@@ -141,10 +141,10 @@ def test_a_response_that_loses_its_slot_keeps_its_tokens(monkeypatch):
     lost, responses, prefill = {}, {}, session._prefill
 
     def noted(prefills):
-        for it in plans[-1].preempted:
-            group = session._groups[it.prefix.group]
+        for sample in plans[-1].preempted:
+            group = sample.prefix.group
             if group.stream == 0:
-                lost.setdefault((group.cursor, it.sample), group.responses[it.sample])
+                lost.setdefault((group.cursor, sample.index), group.responses[sample.index])
         prefill(prefills)
 
     monkeypatch.setattr(session, "_prefill", noted)

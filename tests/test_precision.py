@@ -21,7 +21,7 @@ from dapo_jax import learner
 from dapo_jax.learner import make_batch
 from dapo_jax.sampler import engine
 from dapo_jax.setup import components
-from dapo_jax.types import Batch, Group, Prompt, Response
+from dapo_jax.types import Batch, Group, Prompt, Response, Status
 from models.lora import MATRICES, Lora, init_adapters
 from models.precision import rounded
 from models.qwen2 import PRESETS, Qwen2Config
@@ -63,7 +63,7 @@ def zipf_batch(sizes: Qwen2Config) -> Batch:
     ].astype(np.int32)
     behavior = np.full(248, -0.95 * np.log(sizes.vocab_size), np.float32)
     groups = [
-        Group(i, Prompt(ids_T[:8], None), (Response(ids_T[8:], behavior, True),))
+        Group(i, Prompt(ids_T[:8], None), (Response(ids_T[8:], behavior, Status.STOPPED),))
         for i, ids_T in enumerate(ids_RT)
     ]
     rows = {"row_tokens": 1_024, "row_lengths": 1, "micro_batch_rows": 8, "update_responses": 16}

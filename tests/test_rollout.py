@@ -18,11 +18,11 @@ from dapo_jax.sampler.scheduler import Scheduler
 from dapo_jax.types import (
     Example,
     Group,
-    PartialGroup,
     Prompt,
     Response,
     Rollouts,
     RolloutStats,
+    Status,
     Verdict,
 )
 
@@ -89,19 +89,16 @@ class ScriptedSession:
         )
         self._scheduler = Scheduler(cache, shards=1)
         self._names: list[tuple[int, int]] = []
-        self._begun: dict[int, PartialGroup] = {}
+        self._begun: dict[int, tuple[Response, ...]] = {}
         for cursor, lengths in enumerate(others, start=len(script.length_PG) - len(others)):
             self._scheduler.submit(len(self._names), 2, np.minimum(lengths, longest).tolist())
             self._names.append((1, cursor))
 
-    def submit(self, cursor, prompt, *, group_size, partial=None) -> None:
+    def submit(self, cursor, prompt, *, group_size, begun=()) -> None:
         assert prompt.token_ids.tolist() == [cursor + 1]
         self.calls.append(("submit", cursor))
-        tokens = ()
-        if partial:
-            pairs = zip(partial.responses, partial.unfinished_G, strict=True)
-            tokens = [len(r.tokens_T) if more else None for r, more in pairs]
-            self._begun[cursor] = partial
+        tokens = [len(r.tokens_T) if r.is_unfinished else None for r in begun]
+        self._begun[cursor] = begun
         lengths = self._script.length_PG[cursor, :group_size].tolist()
         self._scheduler.submit(len(self._names), 2, lengths, first_tokens=tokens)
         self._names.append((0, cursor))
@@ -127,7 +124,7 @@ class ScriptedSession:
         self.stats.prefilled_prompts += sum(len(call.rows) for call in plan.prefills)
         used_N = np.minimum(plan.left_N, self._scheduler.cache.block_tokens)
         useful_B = np.zeros(self.slots, int)
-        useful_B[self._scheduler._rows_DB["active"][0] > 0] = used_N
+        useful_B[self._scheduler._slots.active_DB[0]] = used_N
         stream_N = np.array([self._names[number][0] for number in plan.group_N], int)
         before = set(self.unfinished)
         self._scheduler.complete(used_N, np.zeros(len(used_N), bool))
@@ -141,24 +138,27 @@ class ScriptedSession:
 
     def _group(self, stream: int, cursor: int) -> Group:
         length_G, begun = self._script.length_PG[cursor], self._begun.get(cursor)
-        ends_G = [was.ends for was in begun.responses] if begun else [()] * len(length_G)
-        pairs = zip(length_G, ends_G, strict=True)
-        made = (Response(np.full(n, cursor), np.zeros(n), True, ends=ends) for n, ends in pairs)
+        ends_G = [was.ends for was in begun] if begun else [()] * len(length_G)
+        made = (
+            Response(np.full(n, cursor), np.zeros(n), Status.STOPPED, ends=ends)
+            for n, ends in zip(length_G, ends_G, strict=True)
+        )
         return Group(cursor, prompt_at(cursor), tuple(made), stream)
 
-    def pause(self) -> list[PartialGroup]:
+    def pause(self) -> list[Group]:
         taken, slots = [], self._scheduler.occupied
         for number in self._scheduler.unfinished:
-            cursor, responses, unfinished_G = self._names[number][1], [], []
-            for g, ended in enumerate(self._group(0, cursor).responses):
+            cursor, responses = self._names[number][1], []
+            group = self._group(0, cursor)
+            for g, ended in enumerate(group.responses):
                 more = (number, g) in slots or self._waits(number, g)
                 n = slots[number, g].tokens if (number, g) in slots else max(ended.ends, default=0)
                 n = n if more else len(ended.tokens_T)
-                response = Response(np.full(n, cursor), np.zeros(n), not more, ends=ended.ends)
+                status = Status.RUNNING if more else Status.STOPPED
+                response = Response(np.full(n, cursor), np.zeros(n), status, ends=ended.ends)
                 responses.append(response.continued())
-                unfinished_G.append(more)
-            taken.append(PartialGroup(cursor, tuple(responses), tuple(unfinished_G)))
-        self._begun.update((it.cursor, it) for it in taken)
+            taken.append(dataclasses.replace(group, responses=tuple(responses)))
+        self._begun.update((it.cursor, it.responses) for it in taken)
         return taken
 
     def resume(self) -> None:
@@ -167,8 +167,8 @@ class ScriptedSession:
 
     def _waits(self, number: int, g: int) -> bool:
         ready = [r for shard in self._scheduler._ready for r in shard]
-        queued = [(prefix, s) for prefix in self._scheduler._queue for s in prefix.samples]
-        return any(p.group == number and s == g for p, s in [*ready, *queued])
+        queued = [sample for prefix in self._scheduler._queue for sample in prefix.samples]
+        return any(sample.key == (number, g) for sample in [*ready, *queued])
 
 
 def scripted_grade(script: Script):
@@ -437,7 +437,7 @@ def test_no_slot_waits_and_no_group_is_lost(partial_rollout_steps, every_steps):
             assert lengths == script.length_PG[group.cursor].tolist()
         ages += [len(it.responses[0].ends) for it in rollouts.partial]
         old = [it for it in before if len(it.responses[0].ends) == partial_rollout_steps]
-        waits = any(any(it.unfinished_G) for it in old)
+        waits = any(group.is_unfinished for group in old)
         if before and not waits:
             idle += [call[1:17].count(0) for call in calls if call[0] == "step"]
         partial = [it.cursor for it in rollouts.partial]
@@ -461,11 +461,11 @@ def test_at_the_cap_a_step_ends_with_what_there_is():
 
 def test_a_fork_takes_over_only_what_its_own_config_could_have_sampled():
     cut, ended, begun, no_room = (
-        Response(np.zeros(n, np.int32), np.zeros(n, np.float32), stopped)
-        for n, stopped in ((9, False), (4, True), (6, False), (5, False))
+        Response(np.zeros(n, np.int32), np.zeros(n, np.float32), Status[status])
+        for n, status in ((9, "CUT"), (4, "STOPPED"), (6, "RUNNING"), (5, "CUT"))
     )
     no_room = dataclasses.replace(no_room, turns=[])  # for an answer
-    partial = [PartialGroup(3, (cut, ended, begun, no_room), (False, False, True, False))]
+    partial = [Group(3, None, (cut, ended, begun, no_room))]
     sizes = {"group_size": 4, "num_prompts": 1, "max_prompts": 1, "max_tokens": 9}
     plan = StepPlan(prompt_at, None, **sizes, partial_rollout_steps=1)
     assert continued(plan, 7, partial) == (7, partial)

@@ -40,7 +40,7 @@ class Script:
         left_N = np.array([self.tokens[name] for name in names], int) - plan.sampled_N
         used_N = np.minimum(left_N, np.minimum(plan.left_N, self.scheduler.cache.block_tokens))
         for f in self.scheduler.complete(used_N, used_N == left_N):
-            name = f.prefix.group, f.sample
+            name = f.key
             assert name not in self.finished
             assert f.stopped == (f.tokens == self.tokens[name])
             self.finished[name] = f.tokens
@@ -55,21 +55,20 @@ class Script:
 
 def owned_once(scheduler):
     """Asserts that every page but the null page is free or has one owner, as has every request."""
-    rows_DB = scheduler._rows_DB
-    active_DB = rows_DB["active"] > 0
-    assert not any(column_DB[~active_DB].any() for column_DB in rows_DB.values())
+    slots = scheduler._slots
+    active_DB = slots.active_DB
+    assert not any(column_DB[~active_DB].any() for column_DB in slots._columns.values())
     prefixes = [p for group in scheduler._groups.values() for p in group if p.pages is not None]
     for d in range(scheduler.shards):
-        pages_BJ = rows_DB["response_pages"][d]
-        assert np.array_equal(np.count_nonzero(pages_BJ, axis=1), rows_DB["pages"][d])
-        once(pages_BJ[pages_BJ != NULL_PAGE], scheduler._free_DP[d])
+        pages_BJ = slots["response_pages"][d]
+        assert np.array_equal(np.count_nonzero(pages_BJ, axis=1), slots["pages"][d])
+        once(pages_BJ[pages_BJ != NULL_PAGE], scheduler._pages.free_DP[d])
         here = [p for p in prefixes if p.shard == d]
         prompt_pages = [page for p in here for page in p.pages.tolist()]
-        once(np.array(prompt_pages, int), scheduler._free_prompt_DP[d])
-        occupants = (rows_DB[it][d][active_DB[d]] for it in ("prefix", "sample"))
-        requests = [*zip(*occupants, strict=True), *scheduler._ready[d]]
-        assert all(prefix in here for prefix, _ in requests)
-        names = [(prefix.group, int(sample)) for prefix, sample in requests]
+        once(np.array(prompt_pages, int), scheduler._prompt_pages.free_DP[d])
+        samples = [*slots["occupant"][d][active_DB[d]], *scheduler._ready[d]]
+        assert all(sample.prefix in here for sample in samples)
+        names = [sample.key for sample in samples]
         assert len(set(names)) == len(names) == sum(p.unfinished for p in here)
 
 
@@ -82,7 +81,8 @@ def once(owned, free_P):
 
 
 def all_free(scheduler):
-    return scheduler._free_DP[:, 1:].all() and scheduler._free_prompt_DP[:, 1:].all()
+    pools = (scheduler._pages, scheduler._prompt_pages)
+    return all(pool.free_DP[:, 1:].all() for pool in pools)
 
 
 def test_slots_are_filled_while_requests_wait():
@@ -193,10 +193,8 @@ def first_in(scheduler):
     """Finds the request of each shard that was admitted first: {shard: (group, sample)}."""
     found = {}
     for d in range(scheduler.shards):
-        slots = np.flatnonzero(scheduler._rows_DB["active"][d])
-        if len(slots):
-            slot = slots[scheduler._rows_DB["age"][d, slots].argmin()]
-            found[d] = tuple(int(scheduler._rows_DB[it][d, slot]) for it in ("group", "sample"))
+        if samples := [it for it in scheduler.occupied.values() if it.prefix.shard == d]:
+            found[d] = min(samples, key=lambda sample: sample.age).key
     return found
 
 
@@ -257,5 +255,5 @@ def test_a_sample_that_begins_anew_takes_the_pages_of_those_that_wait(both):
     plan = scheduler.next_block()
     assert (plan.sample_N.tolist(), plan.sampled_N.tolist()) == ([0], [24])
     ((rows, pages),) = plan.recomputes
-    found = [(group, held.sample) for group, held in rows.values()]
+    found = [sample.key for _, sample in rows.values()]
     assert (found, np.count_nonzero(pages)) == ([(0, 0)], 3)

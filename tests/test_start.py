@@ -23,7 +23,7 @@ from dapo_jax.report.runs import load_run
 from dapo_jax.setup import components, dry_run, policy
 from dapo_jax.setup import start as starts
 from dapo_jax.setup.start import open_run
-from dapo_jax.types import Group, Response, Rollouts, Verdict
+from dapo_jax.types import Group, Response, Rollouts, Status, Verdict
 
 
 def recipe(**settings):
@@ -215,7 +215,7 @@ def test_a_path_may_be_written_in_another_way(one, other, same):
 
 def group(correct, lengths, scores=(None, None)) -> Group:
     verdicts = [Verdict(c, None, "", score) for c, score in zip(correct, scores, strict=True)]
-    arrays = [(np.zeros(n), np.zeros(n), True, "") for n in lengths]
+    arrays = [(np.zeros(n), np.zeros(n), Status.STOPPED, "") for n in lengths]
     of = zip(arrays, verdicts, strict=True)
     return Group(0, None, tuple(Response(*array, verdict) for array, verdict in of))
 

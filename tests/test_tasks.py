@@ -22,7 +22,7 @@ from dapo_jax.tasks import readers
 from dapo_jax.tasks.base import graded, load_examples
 from dapo_jax.tasks.math_problems import MathProblems, MathTask
 from dapo_jax.tasks.rows import DataError
-from dapo_jax.types import Example, Group, Prompt, Response, Verdict
+from dapo_jax.types import Example, Group, Prompt, Response, Status, Verdict
 
 COUNTDOWN = "countdown:Countdown"
 USER = ({"role": "user", "content": "hi"},)
@@ -31,7 +31,11 @@ EXAMPLE = Example(USER, "5", "sums.csv", 3)
 
 def group(texts, example):
     responses = tuple(
-        Response(np.array(list(map(ord, text)), np.int32), np.zeros(len(text), np.float32), True)
+        Response(
+            np.array(list(map(ord, text)), np.int32),
+            np.zeros(len(text), np.float32),
+            Status.STOPPED,
+        )
         for text in texts
     )
     return Group(3, Prompt(np.zeros(1, np.int32), example), responses)

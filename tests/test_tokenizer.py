@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from dapo_jax.convert import convert
 from dapo_jax.tasks.base import graded
 from dapo_jax.tasks.templates import templated
-from dapo_jax.types import Example, Group, Prompt, Response, plain_text
+from dapo_jax.types import Example, Group, Prompt, Response, Status, plain_text
 from experiments.tasks.format_answer import FormatAnswer
 
 TEXTS = [
@@ -229,7 +229,7 @@ def test_a_response_loses_the_token_that_stopped_it_alone(special, tmp_path):
         tokenizer = load(tmp_path, stop_tokens=stop_tokens)
         ids = np.asarray([*theirs(text).input_ids, tokenizer.stop_ids[0]], np.int32)
         prompt = Prompt(ids[:1], Example((), "42", "s", 0))
-        response = Response(ids, np.zeros(len(ids), np.float32), stopped=True)
+        response = Response(ids, np.zeros(len(ids), np.float32), status=Status.STOPPED)
         task = FormatAnswer(path="x", rules="strict")
         group = graded(Group(0, prompt, (response,)), task=task, tokenizer=tokenizer)
         assert (group.responses[0].text, group.correct_G[0]) == (text, True)

@@ -26,7 +26,7 @@ from dapo_jax.setup import start as starts
 from dapo_jax.setup.start import Parent, is_finished
 from dapo_jax.tasks.math_problems import MathTask
 from dapo_jax.tasks.tokenizer import load_tokenizer
-from dapo_jax.types import Batch, Group, Response, Verdict
+from dapo_jax.types import Batch, Group, Response, Status, Verdict
 from models.hf import load_params
 from sharding.mesh import make_mesh
 
@@ -310,7 +310,9 @@ def test_scores_by_hand():
 
     def group(*predictions):
         verdicts = [Verdict(p == "7", p, "") for p in predictions]
-        return Group(0, None, tuple(Response(np.zeros(3), None, True, "", v) for v in verdicts))
+        return Group(
+            0, None, tuple(Response(np.zeros(3), None, Status.STOPPED, "", v) for v in verdicts)
+        )
 
     scores = summarize([group("7", "7", None, "3"), group("5", "5", "7", None)])
     expected = {"mean@4": 3 / 8, "maj@4": 1 / 2, "pass@4": 1, "no_answer_fraction": 2 / 8}

@@ -18,7 +18,7 @@ from configs import base
 from dapo_jax import learner
 from dapo_jax.learner import init_state, make_batch
 from dapo_jax.setup import components
-from dapo_jax.types import Batch, Group, Prompt, Response
+from dapo_jax.types import Batch, Group, Prompt, Response, Status
 from models.kernels import KERNELS
 from models.qwen2 import Qwen2Config
 from models.transformer import abstract_params
@@ -111,10 +111,9 @@ def long_tailed() -> Responses:
 
 def groups_of(data: Responses, *, group_size: int) -> list[Group]:
     """Puts the responses into groups, each with the prompt of its first."""
-    fields = (data.responses, data.behavior_logp, data.stopped_R)
-    responses = [
-        Response(*one, given_T=given_T) for *one, given_T in zip(*fields, data.given, strict=True)
-    ]
+    status = [Status.STOPPED if stopped else Status.CUT for stopped in data.stopped_R]
+    fields = zip(data.responses, data.behavior_logp, status, data.given, strict=True)
+    responses = [Response(*arrays, given_T=given_T) for *arrays, given_T in fields]
     return [
         Group(i, Prompt(data.prompts[i], None), tuple(responses[i : i + group_size]))
         for i in range(0, len(responses), group_size)

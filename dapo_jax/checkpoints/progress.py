@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from dapo_jax.types import PartialGroup, Response, Verdict
+from dapo_jax.types import Group, Response, Status, Verdict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Progress:
     cursor: int = 0
     sampled_tokens_total: int = 0
     row: dict | None = None
-    partial: Sequence[PartialGroup] = ()
+    partial: Sequence[Group] = ()
     scores: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
 
     def of_fork(self) -> "Progress":
@@ -51,23 +51,30 @@ def best_of(scores: Mapping, steps: Iterable[int]) -> int | None:
     return max(scored, key=lambda step: of_set[str(step)], default=None)
 
 
-def _group_json(group: PartialGroup) -> dict:
-    pairs = zip(group.responses, group.unfinished_G, strict=True)
-    return {"cursor": group.cursor, "responses": [_response_json(*pair) for pair in pairs]}
+# A status, as the checkpoint's (unfinished, stopped).
+STATUSES = {
+    (True, False): Status.RUNNING,
+    (True, True): Status.WAITING,
+    (False, True): Status.STOPPED,
+    (False, False): Status.CUT,
+}
 
 
-def _group(described: Mapping) -> PartialGroup:
-    responses = described["responses"]
-    unfinished_G = tuple(it["unfinished"] for it in responses)
-    return PartialGroup(described["cursor"], tuple(map(_response, responses)), unfinished_G)
+def _group_json(group: Group) -> dict:
+    return {"cursor": group.cursor, "responses": [*map(_response_json, group.responses)]}
 
 
-def _response_json(response: Response, unfinished: bool) -> dict:
+def _group(described: Mapping) -> Group:
+    return Group(described["cursor"], None, tuple(map(_response, described["responses"])))
+
+
+def _response_json(response: Response) -> dict:
+    unfinished, stopped = next(key for key, it in STATUSES.items() if it is response.status)
     described = {
         "tokens": _text(response.tokens_T, "<i4"),
         "behavior_logp": _text(response.behavior_logp_T, "<f4"),
-        "stopped": bool(response.stopped),
-        "unfinished": bool(unfinished),
+        "stopped": stopped,
+        "unfinished": unfinished,
         "ends": list(response.ends),
     }
     if (route_TLA := response.route_TLA) is not None:
@@ -86,7 +93,7 @@ def _response(it: Mapping) -> Response:
     return Response(
         _array(it["tokens"], "<i4"),
         _array(it["behavior_logp"], "<f4"),
-        stopped=it["stopped"],
+        STATUSES[it["unfinished"], it["stopped"]],
         verdict=verdict and Verdict(**verdict),
         ends=tuple(it["ends"]),
         given_T=None if given is None else _array(given, "u1").astype(bool),

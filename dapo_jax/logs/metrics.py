@@ -77,7 +77,7 @@ class Step:
     @property
     def partial_tokens(self) -> int:
         """Tokens of the groups that go on in the next step."""
-        return sum(group.tokens for group in self.rollouts.partial)
+        return sum(group.sampled_tokens for group in self.rollouts.partial)
 
     @property
     def spent_tokens(self) -> int:

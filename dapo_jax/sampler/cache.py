@@ -29,6 +29,11 @@ WATERMARK_BLOCKS = 2  # blocks of growth for which admission leaves pages free
 SPARE_PROMPTS = 3  # prompts kept in pages, as a multiple of the fewest that fill the slots
 
 
+def round_up(number: int, multiple: int) -> int:
+    """Returns the least multiple that is not below the number."""
+    return -(-number // multiple) * multiple
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cache:
     """One data shard's cache consists of pages of `page_tokens` tokens; these are its sizes.
@@ -68,7 +73,7 @@ class Cache:
 
     def padded(self, slots: int) -> int:
         """Rounds slots up to the rows of a batch."""
-        return -(-slots // self.rows) * self.rows
+        return round_up(slots, self.rows)
 
     @property
     def buckets(self) -> dict[int, int]:

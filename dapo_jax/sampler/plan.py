@@ -4,13 +4,16 @@ Host only, no jax. Axis letters: those of `scheduler`; M pages that are copied.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from dapo_jax.sampler.cache import NULL_PAGE
 
+NO_PAGES = np.zeros(0, int)
+NEVER = sys.maxsize  # the age of a sample that no slot has had
 BALANCE_SLACK = 1 / 8  # of the mean: shards so far above it are worth the copies of rebalancing
 
 
@@ -18,53 +21,58 @@ BALANCE_SLACK = 1 / 8  # of the mean: shards so far above it are worth the copie
 class Prefix:
     """A prompt in pages of one shard, and the samples that share them, at most `Cache.readers`.
 
-    limits: the greatest number of tokens of every sample of the group; first_tokens: how many it
-    begins with when it gets a slot. pages: None while the prompt waits in the queue, and once all
-    of its samples have ended. parks: whether a sample that ended keeps its pages, for an
-    environment's answer.
+    pages: None while the prompt waits in the queue, and once all of its samples have ended. parks:
+    whether a sample that ended keeps its pages, for an environment's answer.
     """
 
-    group: int
+    group: Hashable
     prompt_tokens: int
-    limits: Sequence[int]
-    first_tokens: list[int | None]
-    samples: Sequence[int]
-    unfinished: int
     parks: bool
+    samples: list["Sample"] = dataclasses.field(default_factory=list)
+    unfinished: int = 0
     shard: int = -1
     pages: np.ndarray | None = None
 
 
-class Held(NamedTuple):
-    """A sample in a slot, or one that left it, with the pages of its tokens in order.
+@dataclasses.dataclass(eq=False)
+class Sample:
+    """A sample of a group, number `index` of it, until it ends.
 
-    age: admissions before it. stopped: whether it has ended, and not at its limit.
+    It waits for a slot, is in one, or is parked until its environment has answered. Outside of a
+    slot: tokens that it has, or begins with; pages of these in order, none where they are computed
+    again. age: admissions before its own. stopped: whether it has ended, and not at its limit.
     """
 
     prefix: Prefix
-    sample: int
-    age: int
-    tokens: int
-    pages: np.ndarray = np.zeros(0, int)
+    index: int
+    limit: int
+    tokens: int = 0
+    pages: np.ndarray = dataclasses.field(default_factory=lambda: NO_PAGES)
+    age: int = NEVER
     stopped: bool = False
+
+    @property
+    def key(self) -> tuple[Hashable, int]:
+        """Names it: group and index."""
+        return self.prefix.group, self.index
 
 
 class Prefill(NamedTuple):
     """One prefill call, of R rows on all shards together, equally many on each.
 
-    rows: of each row that is used the group, and what the sample holds whose partial response is
-    in it, None where the prompt is. page_RI: the pages that the row is written to; I is the bucket.
+    rows: of each row that is used the group, and the sample whose partial response is in it, None
+    where the prompt is. page_RI: the pages that the row is written to; I is the bucket.
     """
 
-    rows: dict[int, tuple[int, Held | None]]
+    rows: dict[int, tuple[Hashable, Sample | None]]
     page_RI: np.ndarray
 
 
 def prefill_calls(
-    taken: Mapping[int, Sequence[Sequence[tuple[int, Held | None, np.ndarray]]]],
+    taken: Mapping[int, Sequence[Sequence[tuple[Hashable, Sample | None, np.ndarray]]]],
     buckets: Mapping[int, int],
 ) -> list[Prefill]:
-    """Makes the calls for what each shard has taken: {bucket: (group, held, pages) of shards}."""
+    """Makes the calls for what each shard has taken: {bucket: (group, sample, pages) of shards}."""
     calls = []
     for bucket, taken_D in taken.items():
         R = buckets[bucket]
@@ -72,8 +80,8 @@ def prefill_calls(
             call = Prefill({}, np.full((len(taken_D) * R, bucket), NULL_PAGE, np.int32))
             for d, of_shard in enumerate(taken_D):
                 here = of_shard[first : first + R]
-                for r, (group, held, pages) in enumerate(here, start=d * R):
-                    call.rows[r] = group, held
+                for r, (group, sample, pages) in enumerate(here, start=d * R):
+                    call.rows[r] = group, sample
                     call.page_RI[r, : len(pages)] = pages
             calls.append(call)
     return calls
@@ -95,7 +103,8 @@ class Plan:
     """The work of one block of decode steps, with an entry for every occupied slot.
 
     prefills: of prompts; recomputes: of partial responses, into the pages of samples that were just
-    admitted. preempted: samples that lost their slots and continue later from these tokens.
+    admitted. preempted: samples that lost their slots, as they were, and continue later from these
+    tokens.
     sampled_N: tokens of the sample before the block. left_N: tokens until the limit. page_N: the
     slot's own page that the block writes to; newest_page_N: that of its newest token. waiting:
     whether samples are left to fill slots with. cache_use: the share of response pages that are
@@ -104,7 +113,7 @@ class Plan:
 
     prefills: list[Prefill]
     recomputes: list[Prefill]
-    preempted: list[Held]
+    preempted: list[Sample]
     moves: Moves
     shard_N: np.ndarray
     group_N: np.ndarray

@@ -8,31 +8,34 @@ steps, and so do preflight's simulation and the tests, with scripted lengths:
     rows, page_P, row_N = scheduler.table(sizes, ...)  the block's rows, as the device reads them
     finished = scheduler.complete(used_N, stopped_N)   ended samples leave their slots
 
-A group is a number of the caller's. The same submissions and lengths give the same schedule. State
-is kept in NumPy tables over all slots. Axis letters: D data shards, B slots of a shard, N occupied
-slots of all shards in order of (shard, slot), P pages of a shard's pool, R rows of a prefill call,
-I and J as in `Cache`.
+A group is what the caller names it by. The same submissions and lengths give the same schedule.
+Axis letters: D data shards, B slots of a shard, N occupied slots of all shards in order of (shard,
+slot), P pages of a shard's pool, R rows of a prefill call, I and J as in `Cache`.
 """
 
 import collections
-import dataclasses
-from collections.abc import Sequence
+import copy
+import operator
+from collections.abc import Hashable, Sequence
 from itertools import islice
 
 import numpy as np
 
-from dapo_jax.sampler.cache import NULL_PAGE, WATERMARK_BLOCKS, Cache
+from dapo_jax.sampler.cache import NULL_PAGE, WATERMARK_BLOCKS, Cache, round_up
 from dapo_jax.sampler.plan import (
-    Held,
+    NEVER,
+    NO_PAGES,
     Moves,
     Plan,
     Prefill,
     Prefix,
+    Sample,
     copies,
     prefill_calls,
     ranks,
     rebalance,
 )
+from dapo_jax.sampler.slots import Pages, Slots
 
 
 class Scheduler:
@@ -40,25 +43,21 @@ class Scheduler:
 
     def __init__(self, cache: Cache, shards: int):
         self.cache, self.shards = cache, shards
-        self._groups: dict[int, list[Prefix]] = {}  # the unfinished ones, by number
+        self._groups: dict[Hashable, list[Prefix]] = {}  # of the unfinished ones
         self._queue: collections.deque[Prefix] = collections.deque()
-        self._ready = [collections.deque[tuple[Prefix, int]]() for _ in range(shards)]  # samples
-        # pages: how many of the response. age: admissions before the slot's.
-        own = np.dtype([("prefix", object), *((it, np.int64) for it in ("group", "pages", "age"))])
-        self._rows_DB = {  # of the slots: a table a column, a block looks at few
-            name: np.zeros((shards, cache.slots, *dtype.shape), dtype.base)
-            for name, (dtype, _) in {**cache.row_dtype.fields, **own.fields}.items()
-        }
+        self._ready = [collections.deque[Sample]() for _ in range(shards)]
+        self._slots = Slots(cache, shards)
         self._admissions = 0
-        # By group and sample: they keep their pages until their environments have answered.
-        self._parked: dict[tuple[int, int], Held] = {}
-        self._free_DP = np.ones((shards, cache.pages), bool)
-        self._free_prompt_DP = np.ones((shards, cache.prompt_pages), bool)
-        self._free_DP[:, NULL_PAGE] = self._free_prompt_DP[:, NULL_PAGE] = False
+        # By their keys: they keep their pages until their environments have answered.
+        self._parked: dict[tuple[Hashable, int], Sample] = {}
+        self._pages, self._prompt_pages = (
+            Pages(shards, cache.pages),
+            Pages(shards, cache.prompt_pages),
+        )
 
     def submit(
         self,
-        group: int,
+        group: Hashable,
         prompt_tokens: int,
         limits: Sequence[int],
         *,
@@ -70,44 +69,45 @@ class Scheduler:
         first_tokens: the number of tokens that each begins with, whole blocks; None: it has ended.
         parks: as of `Prefix`.
         """
-        readers, first_tokens = self.cache.readers, list(first_tokens) or [0] * len(limits)
-        samples = [i for i, tokens in enumerate(first_tokens) if tokens is not None]
-        parts = [samples[i : i + readers] for i in range(0, len(samples), readers)]
-        prefixes = [
-            Prefix(group, prompt_tokens, limits, first_tokens, part, len(part), parks)
-            for part in parts
-        ]
+        first_tokens = list(first_tokens) or [0] * len(limits)
+        prefixes = self._groups[group] = []
+        for i, (limit, tokens) in enumerate(zip(limits, first_tokens, strict=True)):
+            if tokens is None:
+                continue
+            if not prefixes or prefixes[-1].unfinished == self.cache.readers:
+                prefixes.append(Prefix(group, prompt_tokens, parks))
+            prefixes[-1].samples.append(Sample(prefixes[-1], i, limit, tokens))
+            prefixes[-1].unfinished += 1
         self._queue.extend(prefixes)
-        self._groups[group] = prefixes
 
-    def cancel(self, group: int) -> None:
+    def cancel(self, group: Hashable) -> None:
         """Forgets an unfinished group; the tokens sampled for it are lost."""
-        for d, b in np.argwhere(self._active_DB & (self._rows_DB["group"] == group)):
+        for d, b in np.argwhere(self._slots.active_DB & (self._slots["group"] == group)):
             self._leave(d, b)
         for parked in [key for key in self._parked if key[0] == group]:
             self._unpark(parked)
         for prefix in self._groups.pop(group):
             if prefix.pages is not None:
-                ready = (r for r in self._ready[prefix.shard] if r[0] is not prefix)
+                ready = (it for it in self._ready[prefix.shard] if it.prefix is not prefix)
                 self._ready[prefix.shard] = collections.deque(ready)
                 self._release(prefix)
         self._queue = collections.deque(p for p in self._queue if p.group != group)
 
     @property
-    def occupied(self) -> dict[tuple[int, int], Held]:
-        """Maps the (group, sample) in each occupied slot to what it holds."""
-        held = [self._held(d, b) for d, b in np.argwhere(self._active_DB).tolist()]
-        return {(it.prefix.group, it.sample): it for it in held}
+    def occupied(self) -> dict[tuple[Hashable, int], Sample]:
+        """Maps keys to the samples in slots."""
+        samples = [self._slots.sample(*slot) for slot in zip(*self._slots.occupied(), strict=True)]
+        return {sample.key: sample for sample in samples}
 
     @property
-    def unfinished(self) -> list[int]:
+    def unfinished(self) -> list[Hashable]:
         """Lists the groups neither finished nor cancelled, in order of submission."""
         return list(self._groups)
 
     @property
     def has_work(self) -> bool:
         """Returns whether there is something to decode; parked samples have to be resumed."""
-        return bool(self._queue) or any(self._ready) or bool(self._active_DB.any())
+        return bool(self._queue) or any(self._ready) or bool(self._slots.active_DB.any())
 
     @property
     def idle_slots(self) -> int:
@@ -124,22 +124,22 @@ class Scheduler:
         preempted = self._grow()
         moves = self._rebalance(wait=more or bool(self._queue))
         recomputes = self._admit()
-        rows_DB, occupied = self._rows_DB, np.nonzero(self._active_DB)
-        sampled_N, C = rows_DB["sampled"][occupied], self.cache.page_tokens
+        slots, occupied, C = self._slots, self._slots.occupied(), self.cache.page_tokens
+        sampled_N = slots["sampled"][occupied]
         return Plan(
             prefills=prefills,
             recomputes=recomputes,
             preempted=preempted,
             moves=moves,
             shard_N=occupied[0],
-            group_N=rows_DB["group"][occupied],
-            sample_N=rows_DB["sample"][occupied],
+            group_N=slots["group"][occupied],
+            sample_N=slots["sample"][occupied],
             sampled_N=sampled_N,
-            left_N=rows_DB["limit"][occupied] - sampled_N,
-            page_N=rows_DB["response_pages"][*occupied, sampled_N // C],
-            newest_page_N=rows_DB["response_pages"][*occupied, np.maximum(sampled_N - 1, 0) // C],
+            left_N=slots["limit"][occupied] - sampled_N,
+            page_N=slots["response_pages"][*occupied, sampled_N // C],
+            newest_page_N=slots["response_pages"][*occupied, np.maximum(sampled_N - 1, 0) // C],
             waiting=bool(self._queue) or any(self._ready),
-            cache_use=1 - int(self._free_DP.sum(axis=1).min()) / (self.cache.pages - 1),
+            cache_use=1 - int(self._pages.free_D.min()) / (self.cache.pages - 1),
         )
 
     def table(self, sizes: Sequence[tuple[int, int]], behind_N) -> tuple[np.ndarray, ...]:
@@ -152,11 +152,11 @@ class Scheduler:
         page_P: the pages that `response_pages` numbers, those that are full; where the size has the
         whole pool, as the pool does.
         """
-        shard_N, slot_N = np.nonzero(self._active_DB)
-        full_N = self._rows_DB["sampled"][shard_N, slot_N] // self.cache.page_tokens
-        page_NJ = self._rows_DB["response_pages"][shard_N, slot_N]
+        shard_N, slot_N = self._slots.occupied()
+        full_N = self._slots["sampled"][shard_N, slot_N] // self.cache.page_tokens
+        page_NJ = self._slots["response_pages"][shard_N, slot_N]
         n_F, place_F = np.nonzero(np.arange(page_NJ.shape[1]) < full_N[:, None])
-        is_full_DP = np.zeros_like(self._free_DP)
+        is_full_DP = np.zeros_like(self._pages.free_DP)
         is_full_DP[shard_N[n_F], page_NJ[n_F, place_F]] = True
         most_rows = np.bincount(shard_N, minlength=self.shards).max()
         most_pages = is_full_DP.sum(axis=1).max() + 1
@@ -165,7 +165,7 @@ class Scheduler:
         row_N[np.lexsort((behind_N, shard_N))] = shard_N * rows + ranks(shard_N)
         table = np.zeros(self.shards * rows, self.cache.row_dtype)
         for name in table.dtype.names:
-            table[name][row_N] = self._rows_DB[name][shard_N, slot_N]
+            table[name][row_N] = self._slots[name][shard_N, slot_N]
         if pages == self.cache.pages:
             return table, np.tile(np.arange(pages, dtype=np.int32), self.shards), row_N
         number_DP = np.cumsum(is_full_DP, axis=1, dtype=np.int32)  # from 1: NULL_PAGE stays 0
@@ -176,64 +176,65 @@ class Scheduler:
         table["response_pages"][row_N] = number_DP[shard_N[:, None], pool_NJ]
         return table, page_DP.reshape(-1), row_N
 
-    def complete(self, used_N: np.ndarray, stopped_N: np.ndarray) -> list[Held]:
+    def complete(self, used_N: np.ndarray, stopped_N: np.ndarray) -> list[Sample]:
         """Ends the planned block, in which every occupied slot sampled `used_N` more tokens.
 
         Samples that stopped, or have reached their limit, leave their slots and are returned. Those
-        that park keep their pages until `resume`, behind whole blocks, or `end`.
+        that park keep their pages until they `resume` or `end`.
         """
-        shard_N, slot_N = np.nonzero(self._active_DB)
-        sampled_N = self._rows_DB["sampled"][shard_N, slot_N] + used_N
-        self._rows_DB["sampled"][shard_N, slot_N] = sampled_N
+        shard_N, slot_N = self._slots.occupied()
+        sampled_N = self._slots["sampled"][shard_N, slot_N] + used_N
+        self._slots["sampled"][shard_N, slot_N] = sampled_N
         finished = []
-        ended_N = stopped_N | (sampled_N == self._rows_DB["limit"][shard_N, slot_N])
+        ended_N = stopped_N | (sampled_N == self._slots["limit"][shard_N, slot_N])
         for n in np.flatnonzero(ended_N).tolist():
-            it = self._leave(shard_N[n], slot_N[n])._replace(stopped=bool(stopped_N[n]))
-            finished.append(it)
-            if it.prefix.parks:
-                whole = it.tokens - it.tokens % self.cache.block_tokens  # a block is in one page
-                self._parked[it.prefix.group, it.sample] = it._replace(tokens=whole)
-                self._free_DP[it.prefix.shard, it.pages] = False
+            parks = self._slots["occupant"][shard_N[n], slot_N[n]].prefix.parks
+            sample = self._leave(shard_N[n], slot_N[n], keeps_pages=parks)
+            sample.stopped = bool(stopped_N[n])
+            finished.append(sample)
+            if parks:
+                self._parked[sample.key] = sample
             else:
-                self._ended(it.prefix)
+                self._ended(sample.prefix)
         return finished
 
-    def resume(self, group: int, sample: int, *, first_tokens: int = 0) -> None:
+    def resume(self, group: Hashable, index: int, *, first_tokens: int = 0) -> None:
         """Lets a parked sample go on: the next free slot of its shard is its own.
 
         first_tokens: of whole blocks, whose keys and values are computed together; 0: it goes on in
-        its pages.
+        its pages, behind whole blocks, as a block is in one page.
         """
-        prefix = self._parked[group, sample].prefix
+        sample = self._parked[group, index]
+        sample.tokens = first_tokens or sample.tokens - sample.tokens % self.cache.block_tokens
         if first_tokens:
-            self._free_pages((group, sample), tokens=first_tokens)
-        self._ready[prefix.shard].appendleft((prefix, sample))
+            self._free_pages(sample)
+        self._ready[sample.prefix.shard].appendleft(sample)
 
-    def end(self, group: int, sample: int) -> None:
+    def end(self, group: Hashable, index: int) -> None:
         """Ends a parked sample."""
-        self._ended(self._unpark((group, sample)))
+        self._ended(self._unpark((group, index)).prefix)
 
-    def _unpark(self, key: tuple[int, int]) -> Prefix:
-        """Frees the pages of a parked sample; returns its prompt."""
-        self._free_pages(key)
-        return self._parked.pop(key).prefix
+    def _unpark(self, key: tuple[Hashable, int]) -> Sample:
+        """Frees the pages of a parked sample."""
+        self._free_pages(self._parked[key])
+        return self._parked.pop(key)
 
     def _drop(self, d: int, younger_than: int = -1) -> bool:
         """Takes the pages of the youngest sample that is parked on a shard.
 
         Returns False where there is none that began after the admission `younger_than`.
         """
-        here = [(it.age, key) for key, it in self._parked.items() if it.prefix.shard == d]
-        held = [it for it in here if it[0] > younger_than and len(self._parked[it[1]].pages)]
-        if held:
-            self._free_pages(max(held)[1])
-        return bool(held)
+        here = [it for it in self._parked.values() if it.prefix.shard == d and len(it.pages)]
+        youngest = max(here, key=operator.attrgetter("age"), default=None)
+        if youngest is None or youngest.age <= younger_than:
+            return False
+        self._free_pages(youngest)
+        return True
 
-    def _free_pages(self, key: tuple[int, int], **changes) -> None:
+    def _free_pages(self, sample: Sample) -> None:
         """Frees the pages of a parked sample: what it has is computed again when it goes on."""
-        held = self._parked[key]
-        self._free_DP[held.prefix.shard, held.pages] = True
-        self._parked[key] = held._replace(pages=np.zeros(0, int), **changes)
+        self._pages.give_back(sample.prefix.shard, sample.pages)
+        sample.pages = NO_PAGES
 
     def _ended(self, prefix: Prefix) -> None:
         prefix.unfinished -= 1
@@ -242,16 +243,12 @@ class Scheduler:
             if not any(other.unfinished for other in self._groups[prefix.group]):
                 del self._groups[prefix.group]
 
-    @property
-    def _active_DB(self) -> np.ndarray:
-        return self._rows_DB["active"] > 0
-
     def _ready_D(self) -> np.ndarray:
         return np.array(list(map(len, self._ready)))
 
     def _wanted_D(self) -> np.ndarray:
         """Counts each shard's free slots less its ready samples; negative where those are more."""
-        return (~self._active_DB).sum(axis=1) - self._ready_D()
+        return self.cache.slots - self._slots.count_D - self._ready_D()
 
     def _assign(self) -> list[Prefill]:
         """Moves queued prompts, in order, to the shards with most slots to fill.
@@ -261,7 +258,7 @@ class Scheduler:
         """
         taken: dict[int, list[list]] = {}  # bucket -> of each shard the rows of calls
         buckets, wanted_D = self.cache.buckets, self._wanted_D()
-        free_D = self._free_prompt_DP.sum(axis=1)
+        free_D = self._prompt_pages.free_D
         while self._queue:
             prefix = self._queue[0]
             pages = self.cache.pages_of_prompt(prefix.prompt_tokens)
@@ -270,38 +267,33 @@ class Scheduler:
             able_D = wanted_D > 0
             if bucket:
                 filled_D = np.array(list(map(len, taken_D)))
-                rows = buckets[bucket]
-                able_D |= filled_D < -(-filled_D.max() // rows) * rows
+                has_empty_row_D = filled_D < round_up(filled_D.max(), buckets[bucket])
+                able_D |= has_empty_row_D
             able_D &= free_D >= pages
             if not able_D.any():
                 break
-            d = int(np.where(able_D, wanted_D, np.iinfo(np.int64).min).argmax())
+            d = max(np.flatnonzero(able_D).tolist(), key=lambda shard: wanted_D[shard])
             self._queue.popleft()
-            self._place(prefix, d, pages)
-            self._ready[d].extend((prefix, sample) for sample in prefix.samples)
+            prefix.shard, prefix.pages = d, self._prompt_pages.take(d, pages)
+            self._ready[d].extend(prefix.samples)
             taken_D[d].append((prefix.group, None, prefix.pages))
             wanted_D[d] -= len(prefix.samples)
             free_D[d] -= pages
         taken.pop(0, None)
         return prefill_calls(taken, buckets)
 
-    def _place(self, prefix: Prefix, d: int, pages: int) -> None:
-        """Gives a prompt the lowest free pages of shard d."""
-        prefix.shard, prefix.pages = d, np.flatnonzero(self._free_prompt_DP[d])[:pages]
-        self._free_prompt_DP[d, prefix.pages] = False
-
-    def _grow(self) -> list[Held]:
+    def _grow(self) -> list[Sample]:
         """Gives a page to every response whose last one is full, the oldest sample first.
 
         Where a shard has too few, the youngest sample is preempted, as often as needed. Returns
         those that keep their tokens.
         """
-        preempted = []
-        full_DB = self._rows_DB["sampled"] == self._rows_DB["pages"] * self.cache.page_tokens
-        full_DB &= self._active_DB
+        preempted, slots = [], self._slots
+        full_DB = slots["sampled"] == slots["pages"] * self.cache.page_tokens
+        full_DB &= slots.active_DB
         for d in range(self.shards):
-            while full_DB[d].sum() > self._free_DP[d].sum():
-                age_B = np.where(self._active_DB[d], self._rows_DB["age"][d], -1)
+            while full_DB[d].sum() > self._pages.count(d):
+                age_B = np.where(slots.active_DB[d], slots["age"][d], -1)
                 youngest = int(age_B.argmax())
                 # The only sample that goes on does not wait for those that do.
                 is_alone = (age_B >= 0).sum() == 1
@@ -309,22 +301,22 @@ class Scheduler:
                     full_DB[d, youngest] = False
                     preempted += self._preempt(d, youngest)
         shard_N, slot_N = np.nonzero(full_DB)
-        order = np.lexsort((self._rows_DB["age"][shard_N, slot_N], shard_N))
+        order = np.lexsort((slots["age"][shard_N, slot_N], shard_N))
         self._give_pages(shard_N[order], slot_N[order])
         return preempted
 
-    def _preempt(self, d: int, b: int) -> list[Held]:
-        """Makes a sample wait until there is room; returns it if it keeps its tokens.
+    def _preempt(self, d: int, b: int) -> list[Sample]:
+        """Makes a sample wait until there is room; returns it, as it was, if it keeps its tokens.
 
         Those that only its policy sampled are sampled again, to the same bits: computing them
         together would have all shards wait for one.
         """
-        lost = self._leave(d, b)
-        self._ready[d].appendleft((lost.prefix, lost.sample))
-        if not (self.cache.partial_rollouts or lost.prefix.parks):
-            return []
-        lost.prefix.first_tokens[lost.sample] = lost.tokens
-        return [lost]
+        sample = self._leave(d, b)
+        as_it_was = copy.copy(sample)
+        keeps = self.cache.partial_rollouts or sample.prefix.parks
+        sample.tokens, sample.pages, sample.age = sample.tokens * keeps, NO_PAGES, NEVER
+        self._ready[d].appendleft(sample)
+        return [as_it_was] if keeps else []
 
     def _admit(self) -> list[Prefill]:
         """Moves ready samples to free slots, lowest slot first, above the watermark of free pages.
@@ -332,13 +324,13 @@ class Scheduler:
         The pages that occupied slots fill in WATERMARK_BLOCKS blocks stay free: a sample that is
         admitted too soon has to be preempted. Returns the calls that recompute partial responses.
         """
-        cache, occupied_D = self.cache, self._active_DB.sum(axis=1)
+        cache, slots, occupied_D = self.cache, self._slots, self._slots.count_D
         for d, ready in enumerate(self._ready if self._parked else ()):
             # Those that keep pages first: they would never be free else.
-            order = sorted(ready, key=lambda it: self._before(*it).age)
+            order = sorted(ready, key=operator.attrgetter("age"))
             ready = self._ready[d] = collections.deque(order)
             begins = ready and not occupied_D[d]
-            while begins and self._free_DP[d].sum() < self._pages_to_enter(*ready[0]):
+            while begins and self._pages.count(d) < self._pages_to_enter(ready[0]):
                 if not self._drop(d):
                     break
         most_D = np.minimum(cache.slots - occupied_D, self._ready_D())
@@ -346,45 +338,39 @@ class Scheduler:
         growth_DK = WATERMARK_BLOCKS * (occupied_D[:, None] + k_K) * cache.block_tokens
         pages_DK = np.ones((self.shards, len(k_K)), np.int64)
         for pages_K, ready, most in zip(pages_DK, self._ready, most_D.tolist(), strict=True):
-            pages_K[:most] = [self._pages_to_enter(*it) for it in islice(ready, most)]
-        free_DK = self._free_DP.sum(axis=1)[:, None] - (pages_DK.cumsum(axis=1) - 1)
+            pages_K[:most] = [self._pages_to_enter(it) for it in islice(ready, most)]
+        free_DK = self._pages.free_D[:, None] - (pages_DK.cumsum(axis=1) - 1)
         fits_DK = (free_DK > growth_DK // cache.page_tokens) & (k_K < most_D[:, None])
         admitted_D = np.logical_and.accumulate(fits_DK, axis=1).sum(axis=1)
-        shard_N, slot_N = np.nonzero(~self._active_DB)
+        shard_N, slot_N = np.nonzero(~slots.active_DB)
         first_N = ranks(shard_N) < admitted_D[shard_N]
         shard_N, slot_N = shard_N[first_N], slot_N[first_N]
         for d, b in zip(shard_N.tolist(), slot_N.tolist(), strict=True):
-            self._enter(d, b, *self._ready[d].popleft())
-        begun_N = self._rows_DB["sampled"][shard_N, slot_N]
-        has_none_N = self._rows_DB["pages"][shard_N, slot_N] == 0
+            self._enter(d, b, self._ready[d].popleft())
+        begun_N = slots["sampled"][shard_N, slot_N]
+        has_none_N = slots["pages"][shard_N, slot_N] == 0
         for page in range(int(begun_N.max(initial=0)) // cache.page_tokens + 1):
             needed_N = begun_N >= page * cache.page_tokens
-            needed_N &= self._rows_DB["pages"][shard_N, slot_N] <= page
+            needed_N &= slots["pages"][shard_N, slot_N] <= page
             self._give_pages(shard_N[needed_N], slot_N[needed_N])
         begun_N = (begun_N > 0) & has_none_N  # parked ones have their pages
         return self._recomputes(shard_N[begun_N], slot_N[begun_N])
 
-    def _before(self, prefix: Prefix, sample: int) -> Held:
-        """Returns what a ready sample begins with: what it has parked, or its first tokens."""
-        anew = Held(prefix, sample, self._admissions, prefix.first_tokens[sample])
-        return self._parked.get((prefix.group, sample), anew)
-
-    def _pages_to_enter(self, prefix: Prefix, sample: int) -> int:
+    def _pages_to_enter(self, sample: Sample) -> int:
         """Counts the pages that a ready sample needs beside those that it has."""
-        before = self._before(prefix, sample)
-        return 1 + before.tokens // self.cache.page_tokens - len(before.pages)
+        return 1 + sample.tokens // self.cache.page_tokens - len(sample.pages)
 
     def _recomputes(self, shard_N: np.ndarray, slot_N: np.ndarray) -> list[Prefill]:
         """Makes the calls for partial responses in these slots, in order of shards."""
         taken: dict[int, list[list]] = {}  # as in `_assign`
         buckets = self.cache.buckets
         for d, b in zip(shard_N.tolist(), slot_N.tolist(), strict=True):
-            it = self._held(d, b)
-            fed = self._rows_DB["prompt_tokens"][d, b] + it.tokens
-            bucket = next(it for it in buckets if it * self.cache.page_tokens >= fed)
-            pages = it.pages[: -(-it.tokens // self.cache.page_tokens)]
+            sample = self._slots.sample(d, b)
+            fed = self._slots["prompt_tokens"][d, b] + sample.tokens
+            bucket = next(pages for pages in buckets if pages * self.cache.page_tokens >= fed)
+            pages = sample.pages[: -(-sample.tokens // self.cache.page_tokens)]
             taken_D = taken.setdefault(bucket, [[] for _ in range(self.shards)])
-            taken_D[d].append((it.prefix.group, it, pages))
+            taken_D[d].append((sample.prefix.group, sample, pages))
         return prefill_calls(taken, buckets)
 
     def _rebalance(self, *, wait: bool) -> Moves:
@@ -393,99 +379,59 @@ class Scheduler:
         First those that wait for a slot, then those with the fewest pages. Each takes a copy of its
         prompt; it stays where the other shard has too few pages for it.
         """
-        moves = Moves([], [])
-        count_D = self._active_DB.sum(axis=1) + self._ready_D()
-        for d, e in [] if wait else rebalance(count_D):
+        moves, slots = Moves([], []), self._slots
+        for d, e in [] if wait else rebalance(slots.count_D + self._ready_D()):
             if self._ready[d]:
-                prefix, sample = self._ready[d][-1]
-                if (prefix.group, sample) in self._parked:
+                sample = self._ready[d][-1]
+                if sample.key in self._parked:
                     continue  # its pages are here
-                if self._has_room(e, len(prefix.pages), pages=0):
-                    self._ready[d].pop()
-                    self._ready[e].append((self._part(moves, prefix, sample, e), sample))
+                if self._has_room(e, sample):
+                    self._ready[e].append(self._ready[d].pop())
+                    self._follow(moves, sample, e)
             else:
-                pages_DB = self._rows_DB["pages"]
-                pages_B = np.where(self._active_DB[d], pages_DB[d], self.cache.pages)
-                b, c = int(pages_B.argmin()), int(self._active_DB[e].argmin())
-                prefix, sample, *_ = self._held(d, b)
-                if self._has_room(e, len(prefix.pages), pages=pages_B[b]):
-                    self._move(moves, self._part(moves, prefix, sample, e), (d, b), (e, c))
+                pages_B = np.where(slots.active_DB[d], slots["pages"][d], self.cache.pages)
+                b, to = int(pages_B.argmin()), int(slots.active_DB[e].argmin())
+                if self._has_room(e, slots.sample(d, b)):
+                    sample = self._leave(d, b)
+                    self._follow(moves, sample, e)
+                    pages = self._pages.take(e, len(sample.pages))
+                    moves.pages_M4.extend(copies(d, sample.pages, e, pages))
+                    sample.pages = pages
+                    slots.enter(e, to, sample)
         return Moves(*(np.array(rows, np.int32).reshape(-1, 4) for rows in moves))
 
-    def _has_room(self, d: int, prompt_pages: int, *, pages: int) -> bool:
-        """Returns whether shard d has these pages free, and those of a longest prompt."""
-        free_prompt_pages = self._free_prompt_DP[d].sum() - self.cache.pages_per_prompt
-        return free_prompt_pages >= prompt_pages and self._free_DP[d].sum() >= pages
+    def _has_room(self, d: int, sample: Sample) -> bool:
+        """Returns whether shard d has a sample's pages free, and those of a longest prompt."""
+        free_prompt_pages = self._prompt_pages.count(d) - self.cache.pages_per_prompt
+        has_prompts = free_prompt_pages >= len(sample.prefix.pages)
+        return has_prompts and self._pages.count(d) >= len(sample.pages)
 
-    def _part(self, moves: Moves, prefix: Prefix, sample: int, e: int) -> Prefix:
-        part = dataclasses.replace(prefix, samples=[sample], unfinished=1, shard=-1, pages=None)
-        self._groups[prefix.group].append(part)
-        self._place(part, e, len(prefix.pages))
-        moves.prompt_pages_M4.extend(copies(prefix.shard, prefix.pages, e, part.pages))
-        self._ended(prefix)
-        return part
+    def _follow(self, moves: Moves, sample: Sample, e: int) -> None:
+        """Gives a sample that moves to shard e a copy of its prompt there."""
+        old = sample.prefix
+        pages = self._prompt_pages.take(e, len(old.pages))
+        moves.prompt_pages_M4.extend(copies(old.shard, old.pages, e, pages))
+        sample.prefix = Prefix(old.group, old.prompt_tokens, old.parks, [sample], 1, e, pages)
+        self._groups[old.group].append(sample.prefix)
+        self._ended(old)
 
-    def _move(
-        self, moves: Moves, prefix: Prefix, old: tuple[int, int], new: tuple[int, int]
-    ) -> None:
-        for column_DB in self._rows_DB.values():
-            column_DB[new] = column_DB[old]
-        self._rows_DB["prefix"][new], self._rows_DB["reader"][new] = prefix, 0
-        self._rows_DB["prompt_pages"][new][: len(prefix.pages)] = prefix.pages
-        pages = np.flatnonzero(self._free_DP[prefix.shard])[: self._rows_DB["pages"][old]]
-        self._rows_DB["response_pages"][new][: len(pages)] = pages
-        self._free_DP[prefix.shard, pages] = False
-        moves.pages_M4.extend(copies(old[0], self._leave(*old).pages, prefix.shard, pages))
-
-    def _enter(self, d: int, b: int, prefix: Prefix, sample: int) -> None:
-        _, _, age, tokens, pages, _ = self._before(prefix, sample)
-        self._parked.pop((prefix.group, sample), None)
+    def _enter(self, d: int, b: int, sample: Sample) -> None:
+        self._parked.pop(sample.key, None)
+        sample.age = min(sample.age, self._admissions)
         self._admissions += 1
-        row = {
-            "active": 1,
-            "prefix": prefix,
-            "group": prefix.group,
-            "sample": sample,
-            "sampled": tokens,
-            "limit": prefix.limits[sample],
-            "prompt_tokens": prefix.prompt_tokens - 1,
-            "reader": prefix.samples.index(sample),
-            "pages": len(pages),
-            "age": age,
-        }
-        for name, value in row.items():
-            self._rows_DB[name][d, b] = value
-        self._rows_DB["prompt_pages"][d, b, : len(prefix.pages)] = prefix.pages
-        self._rows_DB["response_pages"][d, b, : len(pages)] = pages
+        self._slots.enter(d, b, sample)
 
     def _give_pages(self, shard_N: np.ndarray, slot_N: np.ndarray) -> None:
-        """Gives each of the slots, which lie in order of shards, the lowest page that is free.
+        """Gives each of the slots, which lie in order of shards, the lowest page that is free."""
+        self._slots.add_pages(shard_N, slot_N, self._pages.take_one_each(shard_N))
 
-        So pages in use stay together at the pool's beginning.
-        """
-        count_D = np.bincount(shard_N, minlength=self.shards)
-        shards = zip(self._free_DP, count_D, strict=True)
-        page_N = np.concatenate([np.flatnonzero(free_P)[:count] for free_P, count in shards])
-        self._free_DP[shard_N, page_N] = False
-        pages_N = self._rows_DB["pages"][shard_N, slot_N]
-        self._rows_DB["response_pages"][shard_N, slot_N, pages_N] = page_N
-        self._rows_DB["pages"][shard_N, slot_N] = pages_N + 1
-
-    def _held(self, d: int, b: int) -> Held:
-        sample, age, tokens, pages = (
-            int(self._rows_DB[name][d, b]) for name in ("sample", "age", "sampled", "pages")
-        )
-        pages_J = self._rows_DB["response_pages"][d, b, :pages].copy()
-        return Held(self._rows_DB["prefix"][d, b], sample, age, tokens, pages_J)
-
-    def _leave(self, d: int, b: int) -> Held:
-        """Frees a slot and its sample's own pages; returns what it held."""
-        held = self._held(d, b)
-        self._free_DP[d, held.pages] = True
-        for column_DB in self._rows_DB.values():
-            column_DB[d, b] = 0
-        return held
+    def _leave(self, d: int, b: int, *, keeps_pages: bool = False) -> Sample:
+        """Frees a slot, and the pages of its sample unless it keeps them; returns the sample."""
+        sample = self._slots.leave(d, b)
+        if not keeps_pages:
+            self._pages.give_back(d, sample.pages)
+        return sample
 
     def _release(self, prefix: Prefix) -> None:
-        self._free_prompt_DP[prefix.shard, prefix.pages] = True
+        self._prompt_pages.give_back(prefix.shard, prefix.pages)
         prefix.pages = None

@@ -9,13 +9,14 @@ A session keeps what neither of them knows: the values of tokens. Data flow of `
 A request is (stream, cursor, sample). A stream has a random key and a way of sampling: training is
 one, each evaluation set another, and they share slots, pages and programs. A request's tokens
 depend on no schedule at all, so they are the same beside whichever others, but with partial
-rollouts. The scheduler knows a group by one number, of stream and cursor. Axis letters: those of
+rollouts. Axis letters: those of
 `scheduler`, its P among them; C tokens of a page, S of a block, Z streams, L layers, A experts.
 """
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -26,9 +27,9 @@ from dapo_jax.process import hosts
 from dapo_jax.sampler.cache import NULL_PAGE
 from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.engine import Engine
-from dapo_jax.sampler.plan import Held, Moves, Plan, Prefill
+from dapo_jax.sampler.plan import Moves, Plan, Prefill, Sample
 from dapo_jax.sampler.scheduler import Scheduler
-from dapo_jax.types import TRAINING, Group, PartialGroup, Prompt, Response, RolloutStats
+from dapo_jax.types import TRAINING, Group, Prompt, Response, RolloutStats, Status
 from sharding import rules
 
 # Tokens of an environment up to which an answer is fed in the block, a decode step each; behind a
@@ -37,8 +38,7 @@ LONG_ANSWER = 64
 # With partial rollouts an answer is taken so many blocks behind its turn, however fast it comes:
 # which groups are complete first depends on no clock.
 ANSWER_BLOCKS = 4
-CURSORS = 2**32  # a group's number is stream * CURSORS + cursor
-_NOTHING = Response(np.zeros(0, np.int32), np.zeros(0, np.float32), stopped=False)
+_NOTHING = Response(np.zeros(0, np.int32), np.zeros(0, np.float32), Status.RUNNING)
 
 
 class Stream(NamedTuple):
@@ -48,23 +48,31 @@ class Stream(NamedTuple):
     sampling: Sampling
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class _Unfinished:
-    """An unfinished group, whose samples `left` have not ended.
+    """An unfinished group, by which the scheduler names its samples.
 
-    stream: its place among the session's. responses: of those that are left, what there was when
-    the group was submitted, at the last step's end, when it lost its slot, or when its environment
-    answered, whose tokens are in it; one that stopped has no answer yet. plays: whether it has an
-    environment. prompt_route_TLA: of its newest prefill.
+    stream: its place among the session's. responses: of those that are unfinished, what there was
+    when the group was submitted, at the last step's end, when it lost its slot, or when its
+    environment answered, whose tokens are in it. plays: whether it has an environment.
+    prompt_route_TLA: of its newest prefill.
     """
 
     stream: int
     cursor: int
     prompt: Prompt
     responses: list[Response]
-    left: set[int]
     plays: bool
     prompt_route_TLA: np.ndarray | None = None
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Names it: stream and cursor."""
+        return self.stream, self.cursor
+
+    def so_far(self) -> Group:
+        """Returns the group with what there is of it."""
+        return Group(self.cursor, self.prompt, tuple(self.responses), self.stream)
 
 
 class Session:
@@ -85,7 +93,7 @@ class Session:
         for. environments: answer the turns of the prompts that have one.
         """
         self._environments = environments or Environments({}, None, max_turns=0)  # plays none
-        self._stalled = False
+        self._stalled, self._part = False, ""  # of `_timed`
         self._engine, cache = engine, engine.cache
         self._samplings = tuple(stream.sampling for stream in streams)
         engine.compile(*self._samplings)
@@ -95,7 +103,7 @@ class Session:
         self._truncates_Z = np.array([s.top_p < 1 or s.top_k > 0 for s in self._samplings])
         self._prompt_pages, self._pages = engine.new_pages()
         self._scheduler = Scheduler(cache, engine.shards)
-        self._groups: dict[int, _Unfinished] = {}  # by number
+        self._groups: dict[tuple[int, int], _Unfinished] = {}
         # Sampled tokens lie in the host's pages as their keys and values do in the device's.
         pool = (engine.shards, cache.pages, cache.page_tokens)
         self._token_DPC, self._logp_DPC = np.zeros(pool, np.int32), np.zeros(pool, np.float32)
@@ -123,67 +131,63 @@ class Session:
         group_size: int,
         max_tokens: Sequence[int] | None = None,
         stream: int = 0,
-        partial: PartialGroup | None = None,
+        begun: Sequence[Response] = (),
     ) -> None:
         """Asks for `group_size` samples of a prompt, after all that were asked for.
 
         max_tokens: a limit for each of them, at most the stream's; None: the stream's. stream: its
-        place among the session's; cursors name groups within one. partial: what an earlier session
-        had of the group, which goes on behind whole blocks of it.
+        place among the session's; cursors name groups within one. begun: what an earlier session
+        had of each response, which goes on behind whole blocks of it.
 
         The prompt has 1 to `Cache.max_prompt_tokens` tokens: data sets have no others.
         """
         limit = self._samplings[stream].max_response_tokens
         limits = [limit] * group_size if max_tokens is None else list(max_tokens)
-        number = stream * CURSORS + cursor
-        if partial is None:
-            partial = PartialGroup(cursor, (_NOTHING,) * group_size, (True,) * group_size)
-        of_samples = zip(partial.responses, partial.unfinished_G, limits, strict=True)
-        tokens = [self._whole_blocks(r, most) if more else None for r, more, most in of_samples]
-        plays = self._environments.plays(prompt)
-        how = {"first_tokens": tokens, "parks": plays}
-        self._scheduler.submit(number, len(prompt.token_ids), limits, **how)
-        left = set(np.flatnonzero(partial.unfinished_G).tolist())
-        responses = list(partial.responses)
-        self._groups[number] = _Unfinished(stream, cursor, prompt, responses, left, plays)
+        responses, plays = list(begun) or [_NOTHING] * group_size, self._environments.plays(prompt)
+        first_tokens = [
+            self._whole_blocks(response, limit) if response.is_unfinished else None
+            for response, limit in zip(responses, limits, strict=True)
+        ]
+        group = _Unfinished(stream, cursor, prompt, responses, plays)
+        self._groups[group.key] = group
+        self._scheduler.submit(
+            group, len(prompt.token_ids), limits, first_tokens=first_tokens, parks=plays
+        )
 
     def _whole_blocks(self, response: Response, limit: int) -> int:
         """Counts the tokens of a partial response to keep, rounded down to whole blocks.
 
         At least one more is to come, or is fed again: the end of a turn without an answer yet.
         """
-        fed_again = int(response.stopped)  # the token that ended a turn
+        fed_again = int(response.status is Status.WAITING)  # the token that ended a turn
         tokens = min(len(response.tokens_T) - fed_again, limit - 1)
         return tokens - tokens % self._engine.cache.block_tokens
 
     def cancel(self, cursor: int) -> None:
         """Forgets an unfinished group of training; the tokens sampled for it are discarded."""
-        number = TRAINING * CURSORS + cursor
-        self._scheduler.cancel(number)
-        self._environments.close(number)
-        del self._groups[number]
+        group = self._groups.pop((TRAINING, cursor))
+        self._scheduler.cancel(group)
+        self._environments.close(group.key)
 
-    def pause(self) -> list[PartialGroup]:
+    def pause(self) -> list[Group]:
         """Ends a step: returns training's unfinished groups so far, and lets go of the weights.
 
         They continue after `resume`, or in another session that they are submitted to.
         """
-        self._params, held, found = None, self._scheduler.occupied, []
-        for number, group in self._groups.items():
-            if group.stream != TRAINING:
-                continue
-            for g in group.left:
-                if (number, g) in held:
-                    group.responses[g] = self._so_far(group, held[number, g])
-            group.responses = [response.continued() for response in group.responses]
-            unfinished_G = tuple(g in group.left for g in range(len(group.responses)))
-            found.append(PartialGroup(group.cursor, tuple(group.responses), unfinished_G))
-        return found
+        self._params, unfinished = None, []
+        for (group, g), sample in self._scheduler.occupied.items():
+            if group.stream == TRAINING:
+                group.responses[g] = self._so_far(sample)
+        for group in self._groups.values():
+            if group.stream == TRAINING:
+                unfinished.append(group.so_far().continued())
+                group.responses = list(unfinished[-1].responses)
+        return unfinished
 
     @property
     def unfinished(self) -> list[tuple[int, int]]:
         """Lists (stream, cursor) of groups neither finished nor cancelled, as submitted."""
-        return [(group.stream, group.cursor) for group in self._groups.values()]
+        return list(self._groups)
 
     @property
     def slots(self) -> int:
@@ -200,26 +204,36 @@ class Session:
 
         They are in order of streams and cursors. more: as of `Scheduler.next_block`.
         """
-        spent, start = self.stats.seconds, time.perf_counter()
-        self._take_answers()
-        if "environment" in spent:
-            spent["environment"] += time.perf_counter() - start
-        if not self._scheduler.has_work:
+        with self._timed("host"):
+            if self._engine.cache.turns:
+                with self._timed("environment"):
+                    self._take_answers()
+            if self._scheduler.has_work:
+                self._decode(self._scheduler.next_block(more=more))
             return self._finished()
-        start = time.perf_counter()
-        plan = self._scheduler.next_block(more=more)
-        for it in plan.preempted:
-            group = self._groups[it.prefix.group]
-            group.responses[it.sample] = self._so_far(group, it)
-        planned = time.perf_counter()
-        self._prefill(plan.prefills)
-        self._move(plan.moves)
-        self._prefill(plan.recomputes)
-        prefilled = time.perf_counter()
+
+    @contextlib.contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        """Adds the seconds inside to a part, and takes them off the part around it."""
+        around, self._part, start = self._part, part, time.perf_counter()
+        yield
+        spent, self._part = time.perf_counter() - start, around
+        self.stats.seconds[part] += spent
+        if around:
+            self.stats.seconds[around] -= spent
+
+    def _decode(self, plan: Plan) -> None:
+        """Carries a plan out: prefills, copies, one block of decode steps, and what ended by it."""
+        for sample in plan.preempted:
+            sample.prefix.group.responses[sample.index] = self._so_far(sample)
+        with self._timed("prefill"):
+            self._prefill(plan.prefills)
+            self._move(plan.moves)
+            self._prefill(plan.recomputes)
         self._stalled = not len(plan.shard_N)  # parked samples have all pages
         if self._stalled:
-            return self._finished()
-        stream_N, cursor_N = np.divmod(plan.group_N, CURSORS)
+            return
+        stream_N, cursor_N = np.array([group.key for group in plan.group_N]).T
         # Truncated streams first: there `sampling.truncate` looks for them.
         rows, page_P, row_N = self._scheduler.table(
             self._engine.sizes, behind_N=~self._truncates_Z[stream_N]
@@ -229,17 +243,11 @@ class Session:
         known = self._known(plan)
         if self._engine.cache.turns:
             rows["given"][row_N] = known[0]
-        launched = time.perf_counter()
-        self._pages, *sampled = self._engine.decode(
-            self._params,
-            self._prompt_pages,
-            self._pages,
-            self._run_key_Z,
-            rows,
-            page_P,
-            self._samplings,
-        )
-        decoded = time.perf_counter()
+        with self._timed("decode"):
+            pools = self._prompt_pages, self._pages
+            self._pages, *sampled = self._engine.decode(
+                self._params, *pools, self._run_key_Z, rows, page_P, self._samplings
+            )
         self._decoded += 1
         of_rows = [a if a is None else a[:, row_N].swapaxes(0, 1) for a in sampled]
         used_N, stopped_N = self._keep(plan, *of_rows, *known)
@@ -253,10 +261,6 @@ class Session:
             cache_use=plan.cache_use,
         )
         self._end(self._scheduler.complete(used_N, stopped_N))
-        spent["prefill"] += prefilled - planned
-        spent["decode"] += decoded - launched
-        spent["host"] += time.perf_counter() - decoded + launched - prefilled + planned - start
-        return self._finished()
 
     def _prefill(self, prefills: list[Prefill]) -> None:
         """Computes the keys and values of prompts, or of partial responses that were admitted."""
@@ -265,42 +269,42 @@ class Session:
             tokens_RT = np.zeros((len(page_RI), page_RI.shape[1] * C), np.int32)
             tokens_R, begin_R = np.zeros((2, len(page_RI)), np.int32)
             page_2RI = np.full((2, *page_RI.shape), NULL_PAGE, np.int32)  # of prompt, of response
-            for r, (number, held) in rows.items():
-                group = self._groups[number]
+            for r, (group, sample) in rows.items():
                 fed, begin_R[r] = group.prompt.token_ids, len(group.prompt.token_ids) - 1
-                if held is not None:
-                    fed = np.append(fed, group.responses[held.sample].tokens_T)
-                tokens_R[r] = begin_R[r] + (0 if held is None else held.tokens)
+                tokens_R[r] = begin_R[r]
+                if sample:
+                    fed = np.append(fed, group.responses[sample.index].tokens_T)
+                    tokens_R[r] += sample.tokens
                 tokens_RT[r, : tokens_R[r]] = fed[: tokens_R[r]]
-                page_2RI[int(held is not None), r] = page_RI[r]
+                page_2RI[int(sample is not None), r] = page_RI[r]
             of_rows = tokens_RT, tokens_R, begin_R, *page_2RI
             self._prompt_pages, self._pages, route_RTLA = self._engine.prefill(
                 self._params, self._prompt_pages, self._pages, *of_rows
             )
-            for r, (number, held) in rows.items():
+            for r, (group, sample) in rows.items():
                 route_TLA = None if route_RTLA is None else route_RTLA[r, : tokens_R[r]].copy()
-                if held is not None:
-                    self._restore(self._groups[number], held, route_TLA)
+                if sample:
+                    self._restore(group.responses[sample.index], sample, route_TLA)
                     continue
                 self.stats.prefilled_prompts += 1
-                self._groups[number].prompt_route_TLA = route_TLA
+                group.prompt_route_TLA = route_TLA
         jax.block_until_ready((self._prompt_pages, self._pages))
 
-    def _restore(self, group: _Unfinished, held: Held, route_TLA) -> None:
+    def _restore(self, response: Response, sample: Sample, route_TLA) -> None:
         """Puts the tokens of a partial response into the pages that it was given.
 
         route_TLA: the computed ones, of prompt and response. Tokens that were sampled or fed keep
         the routes that they had.
         """
-        response, C = group.responses[held.sample], self._engine.cache.page_tokens
-        index_T = np.arange(held.tokens)
-        where = (held.prefix.shard, held.pages[index_T // C], index_T % C)
-        self._token_DPC[where] = response.tokens_T[: held.tokens]
-        self._logp_DPC[where] = response.behavior_logp_T[: held.tokens]
+        C = self._engine.cache.page_tokens
+        index_T = np.arange(sample.tokens)
+        where = (sample.prefix.shard, sample.pages[index_T // C], index_T % C)
+        self._token_DPC[where] = response.tokens_T[: sample.tokens]
+        self._logp_DPC[where] = response.behavior_logp_T[: sample.tokens]
         if route_TLA is not None:
             known_TLA = response.route_TLA[: len(route_TLA)]
             route_TLA = np.concatenate([known_TLA, route_TLA[len(known_TLA) :]])
-            self._route_DPCLA[where] = route_TLA[len(route_TLA) - held.tokens :]
+            self._route_DPCLA[where] = route_TLA[len(route_TLA) - sample.tokens :]
 
     def _move(self, moves: Moves) -> None:
         """Copies the pages of samples that change shards, on the devices and on the host."""
@@ -316,7 +320,7 @@ class Session:
         newest_N = plan.sampled_N % self._engine.cache.page_tokens - 1
         token_N = self._token_DPC[plan.shard_N, plan.newest_page_N, newest_N]
         for n in np.flatnonzero(plan.sampled_N == 0).tolist():
-            token_N[n] = self._groups[int(plan.group_N[n])].prompt.token_ids[-1]
+            token_N[n] = plan.group_N[n].prompt.token_ids[-1]
         return token_N
 
     def _known(self, plan: Plan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -327,15 +331,15 @@ class Session:
         """
         given_NS = np.zeros((len(plan.group_N), self._engine.cache.block_tokens), np.int32)
         logp_NS, is_end_NS = np.zeros(given_NS.shape, np.float32), np.zeros(given_NS.shape, bool)
-        rows = zip(plan.group_N.tolist(), plan.sample_N, plan.sampled_N, strict=True)
-        for n, (number, sample, first) in enumerate(rows if self._engine.cache.turns else ()):
-            if self._groups[number].plays:
-                known = self._groups[number].responses[sample]
+        rows = zip(plan.group_N, plan.sample_N, plan.sampled_N, strict=True)
+        for n, (group, sample, first) in enumerate(rows if self._engine.cache.turns else ()):
+            if group.plays:
+                known = group.responses[sample]
                 tokens_T = known.tokens_T[first : first + given_NS.shape[1]]
                 given_NS[n, : len(tokens_T)] = tokens_T + 1
                 logp_NS[n, : len(tokens_T)] = known.behavior_logp_T[first:][: len(tokens_T)]
                 left = len(known.tokens_T) - first
-                if known.stopped and 0 < left <= given_NS.shape[1]:
+                if known.status is Status.WAITING and 0 < left <= given_NS.shape[1]:
                     is_end_NS[n, left - 1] = True
         return given_NS, logp_NS, is_end_NS
 
@@ -356,39 +360,43 @@ class Session:
             self._route_DPCLA[where] = route_NSLA
         return used_N, used_N == stop_N + 1
 
-    def _end(self, ended: list[Held]) -> None:
+    def _end(self, ended: list[Sample]) -> None:
         """Stores the responses of ended samples.
 
         Those with an environment have ended a turn, on which it is asked.
         """
-        for it in ended:
-            group = self._groups[it.prefix.group]
-            response = group.responses[it.sample] = self._response(group, it)
+        for sample in ended:
+            group = sample.prefix.group
             if not group.plays:
-                group.left.remove(it.sample)
+                status = Status.STOPPED if sample.stopped else Status.CUT
+                group.responses[sample.index] = self._response(sample, status)
                 continue
-            room = self._samplings[group.stream].max_response_tokens - it.tokens
-            where = (it.prefix.group, it.sample)
+            # Without room for more it is unfinished until its environment has graded it.
+            status = Status.WAITING if sample.stopped else Status.RUNNING
+            response = group.responses[sample.index] = self._response(sample, status)
+            room = self._samplings[group.stream].max_response_tokens - sample.tokens
+            where = (*group.key, sample.index)
             if self._engine.cache.partial_rollouts:
                 self._asked[where] = self._decoded
             self._environments.ask(where, group.prompt, response, room)
 
     def _finished(self) -> list[Group]:
         """Takes out the groups of which nothing is left, in order of streams and cursors."""
-        numbers = sorted(number for number, group in self._groups.items() if not group.left)
-        groups = [self._groups.pop(number) for number in numbers]
-        return [Group(it.cursor, it.prompt, tuple(it.responses), it.stream) for it in groups]
+        groups = [group.so_far() for _, group in sorted(self._groups.items())]
+        ended = [group for group in groups if not group.is_unfinished]
+        for group in ended:
+            del self._groups[group.stream, group.cursor]
+        return ended
 
     def _take_answers(self) -> None:
         """Lets samples go on whose environments have answered, or ends them."""
-        for (number, sample), answer in self._arrived():
-            if (group := self._groups.get(number)) is None:
+        for (*key, sample), answer in self._arrived():
+            if (group := self._groups.get(tuple(key))) is None:
                 continue  # cancelled meanwhile
             response = group.responses[sample]
             if isinstance(answer, End):
                 group.responses[sample] = dataclasses.replace(response, **answer._asdict())
-                group.left.remove(sample)
-                self._scheduler.end(number, sample)
+                self._scheduler.end(group, sample)
                 continue
             more = len(answer)
             group.responses[sample] = dataclasses.replace(
@@ -396,13 +404,13 @@ class Session:
                 tokens_T=np.append(response.tokens_T, np.int32(answer)),
                 behavior_logp_T=np.append(response.behavior_logp_T, np.zeros(more, np.float32)),
                 given_T=np.append(~response.sampled_T, np.ones(more, bool)),
-                stopped=False,
+                status=Status.RUNNING,
             )
             first = 0
             if more > LONG_ANSWER:
                 limit = self._samplings[group.stream].max_response_tokens
                 first = self._whole_blocks(group.responses[sample], limit)
-            self._scheduler.resume(number, sample, first_tokens=first)
+            self._scheduler.resume(group, sample, first_tokens=first)
 
     def _arrived(self) -> list[tuple[Where, Answer]]:
         """Returns the answers to take now; waits where one is due, or where all wait for one."""
@@ -417,35 +425,34 @@ class Session:
             del self._asked[where]
         return self._environments.answers(due, wait=True)
 
-    def _so_far(self, group: _Unfinished, it: Held) -> Response:
+    def _so_far(self, sample: Sample) -> Response:
         """Makes a response of a sample that has not ended; more is known of one fed again."""
-        known = group.responses[it.sample]
-        if not (group.plays and it.tokens < len(known.tokens_T)):
-            return self._response(group, it)
-        route_TLA = self._route(group, it)  # also of an answer that was fed in part
+        known = sample.prefix.group.responses[sample.index]
+        if not (sample.prefix.parks and sample.tokens < len(known.tokens_T)):
+            return self._response(sample, Status.RUNNING)
+        route_TLA = self._route(sample)  # also of an answer that was fed in part
         if route_TLA is None or len(route_TLA) <= len(known.route_TLA):
             return known
         return dataclasses.replace(known, route_TLA=route_TLA)
 
-    def _response(self, group: _Unfinished, it: Held) -> Response:
+    def _response(self, sample: Sample, status: Status) -> Response:
         tokens_T, logp_T = (
-            pool_DPC[it.prefix.shard, it.pages].reshape(-1)[: it.tokens]
+            pool_DPC[sample.prefix.shard, sample.pages].reshape(-1)[: sample.tokens]
             for pool_DPC in (self._token_DPC, self._logp_DPC)
         )
         # Less where it went on behind whole blocks.
-        before = group.responses[it.sample]
-        ends = tuple(min(end, it.tokens) for end in before.ends)
-        given_T, route_TLA = before.given_T, self._route(group, it)
+        before = sample.prefix.group.responses[sample.index]
+        ends = tuple(min(end, sample.tokens) for end in before.ends)
+        given_T, route_TLA = before.given_T, self._route(sample)
         if given_T is not None:
-            given_T = np.pad(given_T, (0, it.tokens - len(given_T)))
-        return Response(
-            tokens_T, logp_T, it.stopped, ends=ends, given_T=given_T, route_TLA=route_TLA
-        )
+            given_T = np.pad(given_T, (0, sample.tokens - len(given_T)))
+        return Response(tokens_T, logp_T, status, ends=ends, given_T=given_T, route_TLA=route_TLA)
 
-    def _route(self, group: _Unfinished, it: Held) -> np.ndarray | None:
+    def _route(self, sample: Sample) -> np.ndarray | None:
         if self._route_DPCLA is None:
             return None
-        pages_PCLA = self._route_DPCLA[it.prefix.shard, it.pages]
-        route_TLA = pages_PCLA.reshape(-1, *pages_PCLA.shape[2:])[: it.tokens]
-        of_prompt = group.prompt_route_TLA  # None where it has one token: nothing to prefill
+        pages_PCLA = self._route_DPCLA[sample.prefix.shard, sample.pages]
+        route_TLA = pages_PCLA.reshape(-1, *pages_PCLA.shape[2:])[: sample.tokens]
+        # None where the prompt has one token: nothing to prefill.
+        of_prompt = sample.prefix.group.prompt_route_TLA
         return route_TLA if of_prompt is None else np.concatenate([of_prompt, route_TLA])

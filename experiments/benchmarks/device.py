@@ -53,7 +53,7 @@ from dapo_jax.report.compare import table
 from dapo_jax.sampler.cache import Cache
 from dapo_jax.sampler.engine import Engine, token_bytes
 from dapo_jax.setup import auto_sizes, components
-from dapo_jax.types import Group, Prompt, Response
+from dapo_jax.types import Group, Prompt, Response, Status
 from experiments.benchmarks import common
 from experiments.preflight import estimate
 from experiments.preflight.estimate import Device, response_lengths
@@ -374,7 +374,7 @@ def update(work: Work, preset: str, row_tokens: int) -> str:
     uniform_T = np.full(tokens, -np.log(vocab), np.float32)
 
     def response() -> Response:
-        return Response(rng.integers(1, vocab, tokens).astype(np.int32), uniform_T, False)
+        return Response(rng.integers(1, vocab, tokens).astype(np.int32), uniform_T, Status.CUT)
 
     prompts = common.random_prompts(built, rows, PROMPT)
     groups = [Group(i, Prompt(prompt), (response(),)) for i, prompt in enumerate(prompts)]

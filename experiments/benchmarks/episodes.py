@@ -18,6 +18,7 @@ from absl import app, flags
 
 from dapo_jax.episodes import End
 from dapo_jax.report.compare import table
+from dapo_jax.types import Status
 from experiments.benchmarks import common
 from sharding.mesh import split_cpu
 
@@ -49,8 +50,10 @@ class Fixed:
     def ask(self, where, prompt, response, room) -> None:
         self._asked += 1
         self._turns[where] += 1
-        goes_on = response.stopped and room > GIVEN and self._turns[where] < TURNS
-        found = (where, range(1, 1 + GIVEN) if goes_on else End(response.stopped, {}))
+        waits = response.status is Status.WAITING
+        goes_on = waits and room > GIVEN and self._turns[where] < TURNS
+        end = End(Status.STOPPED if waits else Status.CUT, {})
+        found = (where, range(1, 1 + GIVEN) if goes_on else end)
         if self._seconds:
             threading.Timer(self._seconds, self._found.put, (found,)).start()
         else:

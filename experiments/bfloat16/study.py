@@ -44,8 +44,10 @@ STUDY = Study(
     ],
     post_hoc=[
         Claim(ALL_STEPS, "float32", +1, "bfloat16_before"),
+        Claim(ALL_STEPS, "exact", +1, "bfloat16"),
         Claim(ENTROPY, "float32", -1, "bfloat16_before"),
         Claim(ENTROPY, "float32", -1, "bfloat16"),
+        Claim(ENTROPY, "exact", -1, "bfloat16"),
         Claim(ENTROPY, "bfloat16", -1, "bfloat16_before"),
     ],
     seeds=(0, 1, 2),

@@ -30,7 +30,7 @@ from dapo_jax.logprobs import Softmax, chosen_logprobs
 from dapo_jax.logs.files import read_json, read_zipped_rows
 from dapo_jax.setup import auto_sizes, components, policy
 from dapo_jax.sweep.runner import is_done
-from dapo_jax.types import Batch, Group, Response
+from dapo_jax.types import Batch, Group, Response, Status
 from experiments import study
 from models.transformer import abstract_params
 
@@ -72,7 +72,7 @@ def fixed_batches(of: components.Programs, data: components.Data, tokenizer, tex
             ids = tokenizer.encode(response["response"])
             ids = ids if response["truncated"] else [*ids, tokenizer.stop_ids[0]]
             tokens_T = np.array(ids, np.int32)
-            made.append(Response(tokens_T, np.zeros(len(ids), np.float32), stopped=True))
+            made.append(Response(tokens_T, np.zeros(len(ids), np.float32), status=Status.STOPPED))
         groups.append(Group(cursor, prompts[cursor], tuple(made)))
     size = of.config.rollout.num_prompts // of.config.updates_per_step
     parts = [groups[i : i + size] for i in range(0, len(groups), size)]
