@@ -143,8 +143,8 @@ newest_one_late dapo_jax/sampler/session.py episodes::test_given_tokens_stand_wh
 - plan.sampled_N % self._engine.cache.page_tokens - 1
 + plan.sampled_N % self._engine.cache.page_tokens - 2
 prompt_freed_early dapo_jax/sampler/scheduler.py scheduler
-- limits, first_tokens, part, len(part), parks)
-+ limits, first_tokens, part, max(1, len(part) - 1), parks)
+- if prefix.unfinished == 0:
++ if prefix.unfinished <= 1:
 oldest_preempted dapo_jax/sampler/scheduler.py scheduler
 - youngest = int(age_B.argmax())
 + youngest = int(np.where(age_B < 0, age_B.max(), age_B).argmin())
@@ -272,7 +272,7 @@ turn_without_answer dapo_jax/sampler/session.py episodes::test_an_episode_goes_o
 - & (given_NS == 0) | is_end_NS
 + & (given_NS == 0)
 fed_again_is_cut dapo_jax/sampler/session.py episodes::test_an_episode_goes_on_in_other_sessions_as_if_it_had_never_stopped
-- group.plays and it.tokens < len(known.tokens_T)
+- sample.prefix.parks and sample.tokens < len(known.tokens_T)
 + False
 """  # noqa: E501
 
