@@ -297,6 +297,9 @@ class Tools:
     def get_reward(self) -> float:
         return float(42 in self.found)
 
+    def close(self):
+        """Is no tool, whatever it says of itself."""
+
 
 class Done(Tools):
     """It says itself when it is done; a method of rewards goes before an attribute."""
@@ -470,7 +473,7 @@ class Multiply:
         assert self.most == (env_config.most or 2)
 
     def init(self, prompt):
-        return [*prompt, {"role": "user", "content": "!"}], {}
+        return [*prompt, *({"role": "user", "content": text} for text in "?!")], {}
 
     def step(self, action):
         self.turns += 1
@@ -500,7 +503,7 @@ class Gym:
 
 def test_stepped_contracts_are_played():
     episode = Episode(Factory("x:Multiply", Multiply, 1.0), EXAMPLE)
-    assert episode.opening == "!"
+    assert episode.opening == "?\n\n!"
     assert episode.answer("6") == [{"role": "user", "content": "Try again"}]
     assert episode.answer("7") == [] and episode.verdict().score == 1.0
     longer = dataclasses.replace(EXAMPLE, extra={"secret": 7, "env_config": {"most": 3}})
@@ -621,11 +624,11 @@ def test_a_thread_that_would_die_gives_an_answer(monkeypatch):
 
 
 def test_turns_are_limited_and_a_cut_one_is_rewarded_alone():
-    answer = plays(broken(max_turns=2), "ab")
+    answer = plays(broken(max_turns=2, says=["again"]), "ab")
     assert answer.measures["turns"] == 2
-    assert answer.measures["environment_tokens"] == len("same")
+    assert answer.measures["environment_tokens"] == len("again")  # and four are sampled
     said = [tuple(turn.values()) for turn in answer.turns]
-    assert said == [("assistant", "a"), ("environment", "same"), ("assistant", "b")]
+    assert said == [("assistant", "a"), ("environment", "again"), ("assistant", "b")]
     assert answer.stopped and not plays(broken(), "a", room=len("same")).stopped
 
 

@@ -68,7 +68,8 @@ def test_scores_of_a_changed_set_are_not_compared():
         config.eval.sets.arithmetic.update(settings)
         data = components.load_data(config, components.tokenizer(config), training=True)
         run = types.SimpleNamespace(config=config, sets=data.eval_sets)
-        found = train.with_scores(before, {steps: {"eval/arithmetic/mean@4": steps / 8}}, run)
+        row = {"eval/arithmetic/mean@4": steps / 8, "eval/other/mean@4": 0.9}
+        found = train.with_scores(before, {steps: row}, run)
         return found, list(*map(dict.values, found.values()))
 
     first, _ = scored({}, 2)
