@@ -68,27 +68,16 @@ def test_embeddings_are_multiplied_by_the_rounded_root_of_the_width():
     np.testing.assert_allclose(x_BTD, expected_BTD.astype(jnp.bfloat16), rtol=1e-6)
 
 
-# Of the published directories' config.json; what is not there is transformers' default.
-PUBLISHED = {
-    "1b": {
-        **{"vocab_size": 262_144, "hidden_size": 1_152, "intermediate_size": 6_912},
-        **{"num_attention_heads": 4, "num_key_value_heads": 1},
-        **{"sliding_window": 512, "rope_scaling": None},
-    },
-    "4b": {"hidden_size": 2_560, "intermediate_size": 10_240, "num_hidden_layers": 34},
-    "27b": {
+def test_the_largest_published_config_is_its_preset():
+    """The others are in test_published_models.py."""
+    raw = {
+        **{"model_type": "gemma3_text", "sliding_window": 1_024, "query_pre_attn_scalar": 168},
         **{"hidden_size": 5_376, "intermediate_size": 21_504, "num_hidden_layers": 62},
         **{"head_dim": 128, "num_attention_heads": 32, "num_key_value_heads": 16},
-        "query_pre_attn_scalar": 168,
-    },
-}
-
-
-@pytest.mark.parametrize("size", PUBLISHED)
-def test_a_published_config_is_its_preset(size):
-    more = {"sliding_window": 1_024, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
-    raw = {"model_type": "gemma3_text", **more, **PUBLISHED[size]}
-    assert config_of(raw) == gemma3.PRESETS[size]
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    }
+    assert config_of(raw) == gemma3.PRESETS["27b"]
+    assert config_of(raw | {"sliding_window_pattern": 3}).windows[2:9:3] == (None,) * 3
 
 
 LEFT_OUT = ("architectures", "max_position_embeddings")

@@ -136,6 +136,7 @@ def test_a_norm_of_small_numbers_has_its_epsilon():
         ("qwen3_moe/plain", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
         ("qwen3_moe/plain", {"num_experts": 5}, "num_local_experts is 6, but num_experts is 5"),
         ("qwen3_moe/plain", {"num_experts_per_tok": 7}, "num_experts is 6, but must be at least"),
+        ("qwen3_moe/plain", {"num_local_experts": 257}, "num_experts is 257, but .* at most 256"),
         ("llama/untied", {"mlp_bias": True}, "mlp_bias is True"),
         ("gemma3/1b", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
         ("gemma3/1b", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
@@ -143,6 +144,7 @@ def test_a_norm_of_small_numbers_has_its_epsilon():
         ("gemma3/1b", {"layer_types": ["chunked"] * 7}, f"only '{FULL}' and '{SLIDING}' are"),
         ("gemma3/1b", {"sliding_window": 0}, "sliding_window is 0"),
         ("gemma3/1b", {"rope_parameters": {SLIDING: {"rope_type": "yarn"}}}, "must be unscaled"),
+        ("gemma3/1b", {"rope_parameters": {SLIDING: {"factor": 8.0}}}, "must be unscaled"),
         ("gemma3/1b", {"rope_parameters": [1e4]}, "rope_parameters is .*must be null or an object"),
     ],
 )
