@@ -16,10 +16,9 @@ from dapo_jax.setup import components
 from models import gemma3
 from models.hf import load_hf, save_hf
 from models.hf_config import config_of, load_config, sees_images
-from models.kernels.packed import packed_attention
 from models.precision import Weights
 from models.rope import LinearScaling
-from models.transformer import hidden_layer_by_layer, split, unstack, windowed
+from models.transformer import split, windowed
 
 SMALL = gemma3.Gemma3Config(
     *(288, 24, 40, 3, 4, 2, 8, True, 1e6),
@@ -32,26 +31,6 @@ SMALL = gemma3.Gemma3Config(
 def test_a_token_sees_itself_and_the_tokens_before_it_in_its_window():
     seen_1TS = windowed(jnp.tril(jnp.ones((1, 9, 9), bool)), 4)
     assert seen_1TS[0].sum(axis=1).tolist() == [1, 2, 3, 4, 4, 4, 4, 4, 4]
-
-
-def test_a_scan_over_the_layers_keeps_their_order():
-    """The learner's scan equals the sampler's layers one by one: each has its own window."""
-    graph, params = random_params(SMALL)
-    tokens_BT = np.random.default_rng(0).integers(0, 288, (2, 20))
-    one_BT, position_BT = np.ones((2, 20), np.int32), np.tile(np.arange(20), (2, 1))
-
-    def attend(*qkv, window=None):
-        return packed_attention(*qkv, one_BT, one_BT, position_BT, window)
-
-    def seeing(window):
-        return lambda *qkv: (attend(*qkv, window=window), None)
-
-    attends = [seeing(kind.window) for kind in SMALL.kinds]
-    given = (unstack(params), SMALL, tokens_BT, position_BT, attends)
-    one_by_one, *_ = jit(lambda: hidden_layer_by_layer(*given, axis=None))()
-    how, model = {"remat": "keep_attention"}, nnx.merge(graph, params)
-    scanned, *_ = jit(lambda: model.hidden(tokens_BT, position_BT, attend, **how))()
-    np.testing.assert_allclose(scanned, one_by_one, atol=2e-5)
 
 
 def test_embeddings_are_multiplied_by_the_rounded_root_of_the_width():

@@ -1,4 +1,4 @@
-"""The built-in families against transformers: logits, directories, sizes; and a sampled step.
+"""The built-in families against transformers: logits, directories, sizes.
 
     PYTHONPATH=tests python -m tests.test_parity
 
@@ -12,7 +12,6 @@ import tempfile
 import jax
 import numpy as np
 import pytest
-from engines import check_step, programs
 from flax import nnx
 from golden import CASES, MODELS, arrays_of, directory
 from quick import jit
@@ -165,22 +164,6 @@ def test_yarn_lengthens_the_texts_that_a_run_may_have(tmp_path):
     config.rollout.max_response_tokens = 1_001
     with pytest.raises(ValueError, match=r"= 1025 exceeds the 1024 positions.*'yarn'"):
         components.model_sizes(config)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("model", "rank"), [("qwen3/yarn", 2), ("gemma3/1b", 0)])
-def test_sampler_and_learner_agree(model, rank, tmp_path):
-    """A config samples what the model gives, over two shards of heads, and learns from it."""
-    folder = directory(model, tmp_path)
-    family = load_config(folder).model_type
-    graph, params = split(load_hf(folder))
-
-    def logits_of(tokens_T):
-        padded_BT, segment_BT = np.zeros((2, 1, 40), np.int32)
-        padded_BT[0, : len(tokens_T)], segment_BT[0, : len(tokens_T)] = tokens_T, 1
-        return np.asarray(forward(graph, params, padded_BT, segment_BT))[0, : len(tokens_T)]
-
-    check_step(programs(family, folder, lora_rank=rank), logits_of)
 
 
 if __name__ == "__main__":
