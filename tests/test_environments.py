@@ -12,7 +12,7 @@ import types
 import numpy as np
 import pytest
 import tokenizers
-from byte_tokenizers import CHATML, bpe, load
+from byte_tokenizers import CHATML, bpe, load, written
 from processes import ROOT, ran, wait_for
 from small_config import set_of
 
@@ -34,22 +34,12 @@ from dapo_jax.tasks.place import Place
 from dapo_jax.tasks.rows import DataError
 from dapo_jax.types import LEFT_OUT, Example, Group, Prompt, Response, Rollouts, RolloutStats
 
-IM = ("<|im_start|>", "<|im_end|>")
 HERE = sys.modules[__name__]
 
 
-def tokenizer_of(tmp_path, template=CHATML, special=IM, **more):
-    folder = tmp_path / f"tokenizer{len(list(tmp_path.iterdir()))}"
-    folder.mkdir()
-    bpe(special=("<|endoftext|>", *special)).save(str(folder / "tokenizer.json"))
-    config = {"chat_template": template, "eos_token": special[-1], **more}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return load(folder, chat="template")
-
-
-@pytest.fixture
-def tokenizer(tmp_path):
-    return tokenizer_of(tmp_path)
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return load(written(tmp_path_factory.mktemp("bytes")), chat="template")
 
 
 @pytest.fixture
@@ -263,7 +253,7 @@ def test_a_cancelled_group_opens_nothing_more(dataset, tokenizer):
 
 # What they return.
 
-TEXT = [{"role": "user", "content": "on"}]
+TEXT, EMPTY = ([{"role": "user", "content": text}] for text in ("on", ""))
 PARTS = [{"type": "text", "text": "o"}, {"type": "text", "text": "n"}]
 
 
@@ -278,12 +268,8 @@ PARTS = [{"type": "text", "text": "o"}, {"type": "text", "text": "n"}]
         (("on", 1, False), TEXT, 1.0),
         (("on", 0.5, False, {}), TEXT, 0.5),
         (("on", np.float32(0.5), np.False_, True, {}), [], 0.5),
-        ((None, np.array(2), False, {}), [{"role": "user", "content": ""}], 2.0),
-        (
-            {"observations": [], "reward": 1.0, "done": False},
-            TEXT[:0] or [TEXT[0] | {"content": ""}],
-            1.0,
-        ),
+        ((None, np.array(2), False, {}), EMPTY, 2.0),
+        ({"observations": [], "reward": 1.0, "done": False}, EMPTY, 1.0),
         ({"observations": TEXT, "reward": None, "done": True}, [], None),
     ],
 )
@@ -785,16 +771,12 @@ def test_what_environments_say_has_no_tokens_of_the_template(dataset, tokenizer)
 
 def test_a_border_has_no_space_that_the_conversation_has_not(tmp_path):
     """Metaspace "first" puts a space before a text that begins, and so before each answer."""
-    made = bpe(special=("<|endoftext|>", *IM))
+    made = bpe()
     made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first")
     pieces = {it: i for i, it in enumerate(["▁", *sorted({*"\n.abcdefghijklmnopqrstuvwxyz"})])}
     made.model = tokenizers.models.BPE(pieces, [])
-    (tmp_path / "t").mkdir()
-    made.save(str(tmp_path / "t" / "tokenizer.json"))
-    config = {"chat_template": CHATML, "eos_token": IM[1]}
-    (tmp_path / "t" / "tokenizer_config.json").write_text(json.dumps(config))
-    tokenizer = load(tmp_path / "t", chat="template")
-    end = tokenizer._tokenizer.convert_tokens_to_ids(IM[1])
+    tokenizer = load(written(tmp_path, made=made), chat="template")
+    (end, _) = tokenizer.stop_ids
     first = tokenizer.between([{"role": "user", "content": "go on"}], end)[0]
     assert tokenizer._tokenizer.convert_ids_to_tokens(first) == "\n"
 
@@ -878,7 +860,7 @@ def test_what_a_tool_says_is_there_by_each_kind_of_template(template, said, data
 
     Where roles alternate, or a call has one answer, a turn of two calls ended the run.
     """
-    made = tokenizer_of(tmp_path, template)
+    made = load(written(tmp_path, template), chat="template")
     data, made_call = dataset(Shop, ROW, tokenizer=made), call("price", thing="plum")
     assert ("Looks up a price" in made.decode(data.prompts[0].token_ids)) == ("tools" in template)
     assert play(data, made, f"So: {made_call}")[0] == said
@@ -894,7 +876,8 @@ def test_what_the_template_does_not_take_is_refused_in_its_place(dataset, tmp_pa
         def step(self, text):
             return "x" * 501
 
-    made = tokenizer_of(tmp_path, EACH + long + BEGIN + END + TAIL)
+    template = EACH + long + BEGIN + END + TAIL
+    made = load(written(tmp_path, template), chat="template")
     with pytest.raises(EnvironmentFailed, match=r"row 1: the chat template takes no such conv"):
         play(dataset(Long, ROW, tokenizer=made), made, "a")
 
@@ -903,7 +886,7 @@ def test_calls_that_the_template_writes_and_nobody_reads_are_refused(dataset, tm
     """The model called as it was shown, and every episode ended there."""
     python = "{{ '<call>' + c.function.name + '()</call>' + c.function.arguments.word }}"
     python = SHOWS + EACH + BEGIN + CALLS.replace("CALL", python) + END + TAIL
-    made = tokenizer_of(tmp_path, python)
+    made = load(written(tmp_path, python), chat="template")
     message = r"has a chat template that writes a call as '<call>look_up\(\)</call>plum', which is "
     with pytest.raises(ValueError, match=message + r".*response_template.*step\(text\)"):
         dataset(Shop, ROW, tokenizer=made)
@@ -929,6 +912,6 @@ def test_calls_are_read_in_the_templates_form_behind_thoughts(
     template, text, ends, dataset, tmp_path
 ):
     """A call that was only thought of was made, and an answer in JSON was taken for one."""
-    made = tokenizer_of(tmp_path, template)
+    made = load(written(tmp_path, template), chat="template")
     data = dataset(Shop, ROW, tokenizer=made)
     assert isinstance(play(data, made, text)[0], End) == ends

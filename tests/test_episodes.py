@@ -12,7 +12,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from byte_tokenizers import CHATML, WHOLE, Letters, bpe, load
+from byte_tokenizers import CHATML, CONTROL, WHOLE, Letters, bpe, load, written
 from engines import (
     EXPERTS,
     FEW,
@@ -72,21 +72,11 @@ QWEN3 = CHATML.replace(
 )
 
 
-def folder_of(template, special, tmp_path, **more):
-    bpe(special=("<|endoftext|>", *special)).save(str(tmp_path / "tokenizer.json"))
-    config = {"chat_template": template, "eos_token": special[-1], **more}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    return tmp_path
-
-
-IM = ("<|im_start|>", "<|im_end|>")
-
-
 @pytest.mark.parametrize(
     ("template", "special", "role"),
     [
-        (CHATML, IM, "tool"),
-        (QWEN3, IM, "tool"),
+        (CHATML, CONTROL, "tool"),
+        (QWEN3, CONTROL, "tool"),
         (GEMMA, ("<bos>", "<turn>", "<end>"), "user"),
         (MISTRAL, ("<s>", "[INST]", "[/INST]", "</s>"), "user"),
     ],
@@ -95,7 +85,7 @@ def test_prompt_turn_and_what_is_between_are_the_whole_conversation(
     template, special, role, tmp_path
 ):
     """The newline behind the end that is sampled too: it is nobody's token but the template's."""
-    folder = folder_of(template, special, tmp_path)
+    folder = written(tmp_path, template, bpe(special=special), eos_token=special[-1])
     tokenizer, library = load(folder, chat="template"), AutoTokenizer.from_pretrained(folder)
     asked = [{"role": "user", "content": "Higher or lower?"}]
     turn = tokenizer.encode("50")
@@ -439,7 +429,7 @@ def test_a_models_own_form_of_calls_is_read_by_its_response_template(calls, turn
     """A turn in which it finds no call is read as the others are; the library raises there."""
     fields = {"tool_calls": calls, "content": {"close": "<|im_end|>", "content": "text"}}
     template = {"start_anchor": "<|im_start|>assistant\n", "fields": fields}
-    folder = folder_of(CHATML, IM, tmp_path, response_template=template)
+    folder = written(tmp_path, response_template=template)
     given = {"k": Factory("x", Tools, 1.0)}
     running = Environments(given, load(folder, chat="template"), max_turns=2)
     begun = Response(np.zeros(1, np.int32), np.zeros(1, np.float32), stopped=True)
@@ -693,7 +683,7 @@ def test_a_file_for_an_environment_has_columns_and_needs_no_answer(tmp_path):
     rows = [{"prompt": "Go", "secret": n} for n in (3, 4, 4)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     how = {"path": str(tmp_path / "rows.jsonl"), "environment": "tests.test_episodes:Tools"}
-    tokenizer = load(folder_of(QWEN3, IM, tmp_path), chat="template")
+    tokenizer = load(written(tmp_path, QWEN3), chat="template")
     loaded = load_dataset("data.train", set_of(**how), tokenizer, max_prompt_tokens=99)
     texts = [tokenizer.decode(p.token_ids) for p in loaded.prompts]
     header, tail = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
