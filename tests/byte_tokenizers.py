@@ -1,5 +1,7 @@
 """Tokenizers of bytes and a few added tokens, as a directory of Hugging Face's has them."""
 
+import json
+
 import tokenizers
 
 from dapo_jax.tasks.tokenizer import PlainText, load_tokenizer
@@ -25,6 +27,15 @@ def bpe(*, special=CONTROL, ordinary=(), begins=False):
             single="<|im_start|> $A", special_tokens=[("<|im_start|>", 257)]
         )
     return made
+
+
+def written(folder, template=CHATML, made=None, **config):
+    """Writes a tokenizer's directory, by default of bytes and ChatML; returns the folder."""
+    folder.mkdir(exist_ok=True)
+    (made or bpe()).save(str(folder / "tokenizer.json"))
+    config = {"chat_template": template, "eos_token": CONTROL[-1]} | config
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
 
 
 def load(path, stop_tokens=None, chat="none", **how):

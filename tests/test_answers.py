@@ -36,9 +36,7 @@ def spelled_number(value: Fraction, rng: random.Random) -> str:
         notations += [rf"{whole}\frac{{{part.numerator}}}{{{bottom}}}", f"{whole} {part}"]
     if 10**6 % bottom == 0:
         decimal = f"{float(size):.6f}".rstrip("0").rstrip(".")
-        notations += [decimal, f"{decimal}", rf"{float(10 * size):g} \times 10^{{-1}}"][
-            : 2 + (size < 10)
-        ]
+        notations += [decimal] * 2 + [rf"{float(10 * size):g} \times 10^{{-1}}"] * (size < 10)
     return sign + rng.choice(notations)
 
 
@@ -51,9 +49,8 @@ class Numbers:
     spell = staticmethod(spelled_number)
 
     def change(self, value, rng):
-        return rng.choice(
-            (-value - 1, value + 1, value * 10 + 1, 1 / (value + 7) if value != -7 else 5)
-        )
+        others = (-value - 1, value + 1, value * 10 + 1, 1 / (value + 7) if value != -7 else 5)
+        return rng.choice(others)
 
 
 class Measures:
@@ -117,11 +114,10 @@ class Formulas:
         text = ""
         for factor, atom in rng.sample(sorted(value), len(value)):
             spelled = rng.choice(self.ATOMS[atom])
-            if "1/y" in spelled or spelled[:2] == r"\s" or factor != abs(factor):
+            n = abs(factor)
+            if "1/y" in spelled or spelled[:2] == r"\s" or factor < 0:
                 spelled = f"({spelled})"
-            size = (
-                "" if abs(factor) == 1 else rng.choice((f"{abs(factor)}", rf"{abs(factor)} \cdot "))
-            )
+            size = "" if n == 1 else rng.choice((f"{n}", rf"{n} \cdot "))
             text += ("-" if factor < 0 else "+") + size + spelled
         return text.removeprefix("+")
 
@@ -135,9 +131,8 @@ class Items:
     """Sets, lists and alternatives of numbers in any order; a tuple in its own."""
 
     def draw(self, rng):
-        return rng.choice(("set", "tuple")), tuple(
-            rng.sample(range(-20, 90), rng.choice((2, 3, 4)))
-        )
+        kind = rng.choice(("set", "tuple"))
+        return kind, tuple(rng.sample(range(-20, 90), rng.choice((2, 3, 4))))
 
     def spell(self, value, rng):
         kind, numbers = value
@@ -153,14 +148,8 @@ class Items:
         kind, numbers = value
         other = {"set": "tuple", "tuple": "set"}[kind]
         turned = (numbers[1], numbers[0], *numbers[2:]) if kind == "tuple" else (*numbers, 91)
-        return rng.choice(
-            (
-                (kind, (*numbers[:-1], 95)),
-                (kind, numbers[:-1] or (3,)),
-                (kind, turned),
-                (other, numbers),
-            )
-        )
+        others = ((*numbers[:-1], 95), numbers[:-1] or (3,), turned)
+        return rng.choice((*((kind, it) for it in others), (other, numbers)))
 
 
 class Intervals:
@@ -176,12 +165,11 @@ class Intervals:
         less = {"(": "<", "[": r"\le ", ")": "<", "]": r"\le "}
         if not as_chain:
             return r" \cup ".join(f"{a}{low}, {high}{b}" for a, low, high, b in parts)
-        return " or ".join(
-            rng.choice(
-                (f"{low}{less[a]}x{less[b]}{high}", f"{high}{more(less[b])}x{more(less[a])}{low}")
-            )
+        chains = [
+            (f"{low}{less[a]}x{less[b]}{high}", f"{high}{more(less[b])}x{more(less[a])}{low}")
             for a, low, high, b in parts
-        )
+        ]
+        return " or ".join(map(rng.choice, chains))
 
     def change(self, value, rng):
         (a, low, high, b), *rest = sorted(value)
@@ -197,10 +185,10 @@ def more(less: str) -> str:
 class Maps:
     """Values of names, in any order, and several solutions."""
 
+    NAMES = (("x", "y"), ("f(1)", "f(2)", "f(3)"), ("a_1", "a_2"), (r"\alpha", r"\beta"))
+
     def draw(self, rng):
-        names = rng.choice(
-            (("x", "y"), ("f(1)", "f(2)", "f(3)"), ("a_1", "a_2"), (r"\alpha", r"\beta"))
-        )
+        names = rng.choice(self.NAMES)
         return frozenset(zip(names, rng.sample(range(-5, 40), len(names)), strict=True))
 
     def spell(self, value, rng):
@@ -209,14 +197,8 @@ class Maps:
 
     def change(self, value, rng):
         (name, n), (other, m), *rest = sorted(value)
-        return frozenset(
-            (
-                *rng.choice(
-                    (((name, m), (other, n)), ((name, n + 50), (other, m)), (("z", n), (other, m)))
-                ),
-                *rest,
-            )
-        )
+        others = (((name, m), (other, n)), ((name, n + 50), (other, m)), (("z", n), (other, m)))
+        return frozenset((*rng.choice(others), *rest))
 
 
 class Equations:
@@ -224,26 +206,14 @@ class Equations:
 
     def draw(self, rng):
         kind = rng.choice(("line", "congruence"))
-        return (
-            kind,
-            rng.randrange(2, 9),
-            rng.randrange(2, 9),
-            rng.randrange(1, 9),
-            rng.randrange(10, 20),
-        )
+        return kind, *(rng.randrange(*ends) for ends in ((2, 9), (2, 9), (1, 9), (10, 20)))
 
     def spell(self, value, rng):
         kind, a, b, c, m = value
         if kind == "congruence":
             return rng.choice((rf"x \equiv {c} \pmod {{{m}}}", rf"x\equiv{c + m} (\bmod {m})"))
-        return rng.choice(
-            (
-                f"{a}x+{b}y={c}",
-                f"{b}y = {c} - {a}x",
-                f"{2 * a}x+{2 * b}y-{2 * c}=0",
-                rf"-{a}x-{b}y=-{c}",
-            )
-        )
+        lines = (f"{a}x+{b}y={c}", f"{b}y = {c} - {a}x", f"{2 * a}x+{2 * b}y-{2 * c}=0")
+        return rng.choice((*lines, f"-{a}x-{b}y=-{c}"))
 
     def change(self, value, rng):
         kind, a, b, c, m = value
@@ -292,9 +262,8 @@ KINDS = (Numbers(), Measures(), Formulas(), Items(), Intervals(), Maps(), Equati
 
 
 def wrapped(text: str, rng: random.Random) -> str:
-    return rng.choice(("%s", "$%s$", r"\boxed{%s}", "  %s.", r"\(%s\)", "**%s**")).replace(
-        "%s", text
-    )
+    frame = rng.choice(("%s", "$%s$", r"\boxed{%s}", "  %s.", r"\(%s\)", "**%s**"))
+    return frame.replace("%s", text)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda it: type(it).__name__)
@@ -348,11 +317,7 @@ def own_near_misses(shared) -> list[tuple[str, str, bool]]:
 def equivalences(shared) -> list[tuple[str, str, bool]]:
     """Pairs of other verifiers' tests, each as an answer line unless it has a box."""
     return [
-        (
-            it["pred"] if "boxed" in it["pred"] else f"Answer: {it['pred']}",
-            it["gold"],
-            it["expected"],
-        )
+        (text if "boxed" in (text := it["pred"]) else f"Answer: {text}", it["gold"], it["expected"])
         for it in rows(shared / "golden" / "math_equivalence.jsonl")
     ]
 
@@ -387,10 +352,8 @@ def test_labelled_pairs_are_graded_as_the_readme_counts_them(
 )
 def test_every_published_truth_equals_itself_in_three_notations(shared, name):
     (file,) = (shared / "data").glob(name if "." in name else f"{name}/*.parquet")
-    kind = "gsm8k" if "gsm8k" in name else "dapo_parquet"
-    examples, _ = MathProblems(
-        path=str(file), kind=kind, rules="symbolic", on_bad_row="skip"
-    ).load()
+    how = {"kind": "gsm8k" if "gsm8k" in name else "dapo_parquet", "on_bad_row": "skip"}
+    examples, _ = MathProblems(path=str(file), rules="symbolic", **how).load()
     truths = {it.answer for it in examples}
     notations = (r"$%s$", r"\boxed{%s}", r" **\left( %s \right)**.")
     pairs = [(form % truth, truth) for truth in sorted(truths) for form in notations]

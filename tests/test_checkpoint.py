@@ -72,6 +72,10 @@ def test_a_step_is_saved_once_and_the_newest_the_best_and_every_fourth_are_kept(
         assert taken == [True, False]
     run.close()
     assert saved_steps(tmp_path) == [2, 4, 6, 7]
+    run = Checkpoints(tmp_path, keep=2, keep_period=4)
+    run.save(8, TINY, {"scores": {"aime24": {"2": 0.5, "8": 0.6}}})  # the last one has its own
+    run.close()
+    assert saved_steps(tmp_path) == [4, 7, 8]
 
 
 def test_the_best_step_is_named_by_the_evaluations_of_one_kind(tmp_path):

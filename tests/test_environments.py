@@ -12,7 +12,7 @@ import types
 import numpy as np
 import pytest
 import tokenizers
-from byte_tokenizers import CHATML, bpe, load
+from byte_tokenizers import CHATML, bpe, load, written
 from processes import ROOT, ran, wait_for
 from small_config import set_of
 
@@ -24,6 +24,7 @@ from dapo_jax.tasks.datasets import load_dataset
 from dapo_jax.tasks.environments import (
     MAX_CALLS,
     MAX_CHARS,
+    MAX_ERROR_CHARS,
     EnvironmentFailed,
     Episode,
     Factory,
@@ -42,22 +43,12 @@ from dapo_jax.types import (
     Status,
 )
 
-IM = ("<|im_start|>", "<|im_end|>")
 HERE = sys.modules[__name__]
 
 
-def tokenizer_of(tmp_path, template=CHATML, special=IM, **more):
-    folder = tmp_path / f"tokenizer{len(list(tmp_path.iterdir()))}"
-    folder.mkdir()
-    bpe(special=("<|endoftext|>", *special)).save(str(folder / "tokenizer.json"))
-    config = {"chat_template": template, "eos_token": special[-1], **more}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return load(folder, chat="template")
-
-
-@pytest.fixture
-def tokenizer(tmp_path):
-    return tokenizer_of(tmp_path)
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return load(written(tmp_path_factory.mktemp("bytes")), chat="template")
 
 
 @pytest.fixture
@@ -76,12 +67,16 @@ def dataset(tmp_path, tokenizer, monkeypatch):
 
 
 ROW = {"prompt": "Go."}
+TURN = Response(np.int32([65, 258]), np.zeros(2, np.float32), Status.WAITING)
 
 
-def play(data, tokenizer, *texts, sample=0, cut=False, running=None, max_turns=8):
+def running_of(data, tokenizer, *, max_turns=8, **how):
+    return Environments({"data.train": data.environment}, tokenizer, max_turns=max_turns, **how)
+
+
+def play(data, tokenizer, *texts, sample=0, cut=False, running=None, **how):
     """Plays turns, the last one without a stop token where it is cut: (answer, the response)."""
-    how = {"max_turns": max_turns}
-    running = running or Environments({"data.train": data.environment}, tokenizer, **how)
+    running = running or running_of(data, tokenizer, **how)
     tokens, given = [], []
     for i, text in enumerate(texts):
         stopped = not (cut and i == len(texts) - 1)
@@ -181,10 +176,10 @@ class Counted(Silent):
 
     def reset(self, **columns):
         with Counted.lock:
-            if Counted.live == 4:
+            Counted.live, self.is_open = Counted.live + 1, True
+            if Counted.live > 4:
                 raise ConnectionError("four sessions, all in use")
-            Counted.live, Counted.begun = Counted.live + 1, Counted.begun + 1
-            Counted.most, self.is_open = max(Counted.most, Counted.live), True
+            Counted.begun, Counted.most = Counted.begun + 1, max(Counted.most, Counted.live)
         return " Begin."
 
     def step(self, text):
@@ -213,35 +208,34 @@ def test_episodes_that_are_begun_for_the_data_are_closed(dataset):
 
 
 @pytest.mark.parametrize("group", [(0, 0), None], ids=["of a group", "all"])
-def test_an_episode_is_closed_where_its_turn_is_still_answered(group, dataset, tokenizer):
+@pytest.mark.parametrize("is_answered", [True, False])
+def test_an_episode_that_is_let_go_is_closed(group, is_answered, dataset, tokenizer):
+    """Behind the answer, where its turn is still answered."""
     data = dataset(Counted, ROW)
-    running = Environments({"data.train": data.environment}, tokenizer, max_turns=3)
-    response = Response(np.int32([65, 258]), np.zeros(2, np.float32), Status.WAITING)
-    running.ask((0, 0, 0), data.prompts[0], response, 99)
+    running = running_of(data, tokenizer)
+    if is_answered:
+        play(data, tokenizer, "a", running=running)
+    else:
+        running.ask((0, 0, 0), data.prompts[0], TURN, 99)
     wait_for(lambda: Counted.live == 1, seconds=9)
     running.close(group)
     wait_for(lambda: Counted.live == 0, seconds=9)
 
 
-def test_so_many_environments_are_open_at_once(dataset, tokenizer):
-    data = dataset(Counted, ROW)
-    Counted.most = 0
-    how = {"max_turns": 3, "most_open": 2}
-    running = Environments({"data.train": data.environment}, tokenizer, **how)
-    response = Response(np.int32([65, 258]), np.zeros(2, np.float32), Status.WAITING)
-    for sample in range(8):
-        running.ask((0, 0, sample), data.prompts[0], response, 99)
-    ended = []
-    while len(ended) < 8:
-        ended += running.answers(wait=True)
+def test_so_many_environments_are_open_and_answers_have_one_order(dataset, tokenizer):
+    """Of several processes too: what goes on first takes a slot, and the rows tell."""
+    data, asked = dataset(Counted, ROW), [(0, 0, sample) for sample in range(8)]
+    Counted.most, running = 0, running_of(data, tokenizer, most_open=2)
+    for where in asked[::-1]:
+        running.ask(where, data.prompts[0], TURN, 99)
+    assert [where for where, _ in running.answers(asked[::-1], wait=True)] == asked
     assert Counted.most == 2
 
 
 def test_a_failure_keeps_no_place_among_the_open_ones(dataset, tokenizer):
     """In `reset`, and where a replay is answered otherwise: a lost place is a hang later."""
     data = dataset(Counted, ROW, seconds=0.3)
-    how = {"max_turns": 3, "on_failure": "leave_out", "most_open": 1}
-    running = Environments({"data.train": data.environment}, tokenizer, **how)
+    running = running_of(data, tokenizer, on_failure="leave_out", most_open=1)
     other = np.array([False, False, True, False, False])
     tokens, zeros = np.int32([65, 258, 66, 65, 258]), np.zeros(5, np.float32)
     for live in (4, 0, 0):
@@ -256,23 +250,21 @@ def test_a_failure_keeps_no_place_among_the_open_ones(dataset, tokenizer):
 
 def test_a_cancelled_group_opens_nothing_more(dataset, tokenizer):
     data = dataset(Counted, ROW)
-    running = Environments({"data.train": data.environment}, tokenizer, max_turns=3, most_open=1)
-    response = Response(np.int32([65, 258]), np.zeros(2, np.float32), Status.WAITING)
-    Counted.begun = 0
+    Counted.begun, running = 0, running_of(data, tokenizer, most_open=1)
     for sample in range(9):
-        running.ask((0, 0, sample), data.prompts[0], response, 99)
+        running.ask((0, 0, sample), data.prompts[0], TURN, 99)
     wait_for(lambda: Counted.begun == 1, seconds=9)
     running.close((0, 0))
-    running.ask((0, 1, 0), data.prompts[0], response, 99)
+    running.ask((0, 1, 0), data.prompts[0], TURN, 99)
     ended = []
-    while (1, 0) not in [where for where, _ in ended]:
+    while (0, 1, 0) not in [where for where, _ in ended]:
         ended += running.answers(wait=True)
     assert Counted.begun == 2
 
 
 # What they return.
 
-TEXT = [{"role": "user", "content": "on"}]
+TEXT, EMPTY = ([{"role": "user", "content": text}] for text in ("on", ""))
 PARTS = [{"type": "text", "text": "o"}, {"type": "text", "text": "n"}]
 
 
@@ -287,12 +279,8 @@ PARTS = [{"type": "text", "text": "o"}, {"type": "text", "text": "n"}]
         (("on", 1, False), TEXT, 1.0),
         (("on", 0.5, False, {}), TEXT, 0.5),
         (("on", np.float32(0.5), np.False_, True, {}), [], 0.5),
-        ((None, np.array(2), False, {}), [{"role": "user", "content": ""}], 2.0),
-        (
-            {"observations": [], "reward": 1.0, "done": False},
-            TEXT[:0] or [TEXT[0] | {"content": ""}],
-            1.0,
-        ),
+        ((None, np.array(2), False, {}), EMPTY, 2.0),
+        ({"observations": [], "reward": 1.0, "done": False}, EMPTY, 1.0),
         ({"observations": TEXT, "reward": None, "done": True}, [], None),
     ],
 )
@@ -331,18 +319,6 @@ def test_what_reset_says_is_read_like_what_step_does(said, dataset):
     assert dataset(Says, ROW).prompts[0].example.text == "Go.on"
 
 
-@pytest.mark.parametrize("reward", [np.nan, np.inf, [1.0], "1", None])
-def test_a_reward_that_is_no_number_is_refused(reward, dataset, tokenizer):
-    """NaN was Eq. 7's -1, and infinity left all updates out."""
-
-    class Judge(Silent):
-        def get_reward(self):
-            return reward
-
-    with pytest.raises(EnvironmentFailed, match=r":Environment.get_reward gives .*finite number"):
-        play(dataset(Judge, ROW), tokenizer, "a")
-
-
 class Twice:
     """Asks once whether the answer is sure; the task grades the last turn."""
 
@@ -379,9 +355,18 @@ class Both(Twice):
         return "on", 1.0, True
 
 
+def rewarded(reward):
+    return type("Judge", (Silent,), {"get_reward": lambda self: reward})
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
+        *(
+            (rewarded(it), "get_reward gives .*finite number")
+            for it in (np.nan, np.inf, [1.0], "1")
+        ),
+        (rewarded(None), "get_reward gives None: it has to be a finite number"),
         (Misspelt, "AttributeError: 'Misspelt' object has no attribute 'rewrad'"),
         (Told, "correct gives '42': it has to be True or False"),
         (Ends, "is_done gives 'no': it has to be True or False"),
@@ -389,7 +374,7 @@ class Both(Twice):
     ],
 )
 def test_verdicts_that_are_mistakes_are_refused(kind, message, dataset, tokenizer):
-    """A misspelt attribute was a reward of 0, a text was right."""
+    """A misspelt attribute was a reward of 0, NaN Eq. 7's -1, and a text was right."""
     with pytest.raises(EnvironmentFailed, match=message):
         play(dataset(kind, ROW), tokenizer, "a", "b")
 
@@ -431,6 +416,7 @@ def test_what_tools_say_is_read_as_it_is_and_shortened():
     assert said("table") == '{"found": ["中文"], "none": null}'
     assert said("long") == "x" * MAX_CHARS + " ... (7 characters more)"
     assert said("fails") == "Error: Hidden" and said("keys") == "{(0, 1): 2}"
+    assert len(said("x" * 999)) == len("Error: ") + MAX_ERROR_CHARS
     answers = episode.answer(call("keys") * (MAX_CALLS + 2))
     assert [it["content"][:5] for it in answers[-3:]] == ["{(0, ", "Error", "Error"]
 
@@ -631,11 +617,9 @@ def test_all_calls_of_an_episode_are_in_one_thread_and_one_loop():
         assert said("hang") == "Error: no answer within 1 s"  # and its thread is given up
         assert "sqlite" in said("query").lower() and int(said("count")) > before
         assert episode.measures["timeouts"] == 2
-    names = [thread.name for thread in threading.enumerate()]
     wait_for(
         lambda: "an episode of x:P" not in [it.name for it in threading.enumerate()], seconds=9
     )
-    assert names
 
 
 def test_a_place_ends_and_cancels_what_is_left():
@@ -740,8 +724,7 @@ def test_a_server_that_is_away_for_a_moment_ends_nothing(dataset, tokenizer, mon
 def test_an_episode_that_fails_for_good_may_be_left_out(dataset, tokenizer, monkeypatch):
     data = dataset(Away, ROW, seconds=0.3)
     monkeypatch.setattr(Away, "until", 1e300)
-    how = {"max_turns": 3, "on_failure": "leave_out"}
-    running = Environments({"data.train": data.environment}, tokenizer, **how)
+    running = running_of(data, tokenizer, on_failure="leave_out")
     _, response = play(data, tokenizer, "a", running=running)
     Away.until = 0.5  # long ago
     _, good = play(data, tokenizer, "a", sample=1)
@@ -787,7 +770,7 @@ class Page(Silent):
 def test_what_environments_say_has_no_tokens_of_the_template(dataset, tokenizer):
     """Its <|im_end|> ended the message, and opened another."""
     data = dataset(Page, ROW)
-    running = Environments({"data.train": data.environment}, tokenizer, max_turns=3)
+    running = running_of(data, tokenizer)
     _, response = play(data, tokenizer, "a", running=running)
     running.ask((0, 0, 0), data.prompts[0], response, 999)
     ((_, answer),) = running.answers(wait=True)
@@ -799,16 +782,12 @@ def test_what_environments_say_has_no_tokens_of_the_template(dataset, tokenizer)
 
 def test_a_border_has_no_space_that_the_conversation_has_not(tmp_path):
     """Metaspace "first" puts a space before a text that begins, and so before each answer."""
-    made = bpe(special=("<|endoftext|>", *IM))
+    made = bpe()
     made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first")
     pieces = {it: i for i, it in enumerate(["▁", *sorted({*"\n.abcdefghijklmnopqrstuvwxyz"})])}
     made.model = tokenizers.models.BPE(pieces, [])
-    (tmp_path / "t").mkdir()
-    made.save(str(tmp_path / "t" / "tokenizer.json"))
-    config = {"chat_template": CHATML, "eos_token": IM[1]}
-    (tmp_path / "t" / "tokenizer_config.json").write_text(json.dumps(config))
-    tokenizer = load(tmp_path / "t", chat="template")
-    end = tokenizer._tokenizer.convert_tokens_to_ids(IM[1])
+    tokenizer = load(written(tmp_path, made=made), chat="template")
+    (end, _) = tokenizer.stop_ids
     first = tokenizer.between([{"role": "user", "content": "go on"}], end)[0]
     assert tokenizer._tokenizer.convert_ids_to_tokens(first) == "\n"
 
@@ -856,7 +835,7 @@ ALTERNATING = (
     "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}" + BEGIN + END + TAIL
 )
-TURN = "<|im_start|>assistant\n"
+HEAD = "<|im_start|>assistant\n"
 
 
 class Shop:
@@ -879,27 +858,25 @@ class Shop:
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        (CHATML, f"\n<|im_start|>tool\nseventeen<|im_end|>\n{TURN}"),
-        (OVER, f"\n<|im_start|>user\nseventeen<|im_end|>\n{TURN}"),
-        (BESIDE, f"<answer>seventeen</answer><|im_end|>\n{TURN}"),
-        (STRICT, f"\n<|im_start|>tool\nseventeen<|im_end|>\n{TURN}"),
+        (CHATML, f"\n<|im_start|>tool\nseventeen<|im_end|>\n{HEAD}"),
+        (OVER, f"\n<|im_start|>user\nseventeen<|im_end|>\n{HEAD}"),
+        (BESIDE, f"<answer>seventeen</answer><|im_end|>\n{HEAD}"),
+        (STRICT, f"\n<|im_start|>tool\nseventeen<|im_end|>\n{HEAD}"),
+        (ALTERNATING, f"\n<|im_start|>user\nseventeen<|im_end|>\n{HEAD}"),
     ],
-    ids=["by a tool's role", "which is passed over", "beside the call", "behind a call alone"],
+    ids=["a tool's role", "passed over", "beside the call", "behind a call alone", "in turn"],
 )
 def test_what_a_tool_says_is_there_by_each_kind_of_template(template, said, dataset, tmp_path):
-    """It was left out in silence, or was a user's message where the template has a tool's."""
-    made = tokenizer_of(tmp_path, template)
-    data = dataset(Shop, ROW, tokenizer=made)
-    assert play(data, made, f"So: {call('price', thing='plum')}")[0] == said
+    """It was left out in silence, or was a user's message where the template has a tool's.
 
-
-@pytest.mark.parametrize("template", [CHATML, OVER, BESIDE, STRICT, ALTERNATING])
-def test_two_calls_of_a_turn_are_answered_in_each_kind_of_template(template, dataset, tmp_path):
-    """Where roles alternate, or a call has one answer, the model's own turn ended the run."""
-    made = tokenizer_of(tmp_path, template)
-    data = dataset(Shop, ROW, tokenizer=made)
-    said, _ = play(data, made, call("price", thing="plum") * 2)
-    assert said.count("seventeen") == 2 and said.endswith(TURN)
+    Where roles alternate, or a call has one answer, a turn of two calls ended the run.
+    """
+    made = load(written(tmp_path, template), chat="template")
+    data, made_call = dataset(Shop, ROW, tokenizer=made), call("price", thing="plum")
+    assert ("Looks up a price" in made.decode(data.prompts[0].token_ids)) == ("tools" in template)
+    assert play(data, made, f"So: {made_call}")[0] == said
+    both, _ = play(data, made, made_call * 2, sample=1)
+    assert both.count("seventeen") == 2 and both.endswith(HEAD)
 
 
 def test_what_the_template_does_not_take_is_refused_in_its_place(dataset, tmp_path):
@@ -910,7 +887,8 @@ def test_what_the_template_does_not_take_is_refused_in_its_place(dataset, tmp_pa
         def step(self, text):
             return "x" * 501
 
-    made = tokenizer_of(tmp_path, EACH + long + BEGIN + END + TAIL)
+    template = EACH + long + BEGIN + END + TAIL
+    made = load(written(tmp_path, template), chat="template")
     with pytest.raises(EnvironmentFailed, match=r"row 1: the chat template takes no such conv"):
         play(dataset(Long, ROW, tokenizer=made), made, "a")
 
@@ -919,7 +897,7 @@ def test_calls_that_the_template_writes_and_nobody_reads_are_refused(dataset, tm
     """The model called as it was shown, and every episode ended there."""
     python = "{{ '<call>' + c.function.name + '()</call>' + c.function.arguments.word }}"
     python = SHOWS + EACH + BEGIN + CALLS.replace("CALL", python) + END + TAIL
-    made = tokenizer_of(tmp_path, python)
+    made = load(written(tmp_path, python), chat="template")
     message = r"has a chat template that writes a call as '<call>look_up\(\)</call>plum', which is "
     with pytest.raises(ValueError, match=message + r".*response_template.*step\(text\)"):
         dataset(Shop, ROW, tokenizer=made)
@@ -945,6 +923,6 @@ def test_calls_are_read_in_the_templates_form_behind_thoughts(
     template, text, ends, dataset, tmp_path
 ):
     """A call that was only thought of was made, and an answer in JSON was taken for one."""
-    made = tokenizer_of(tmp_path, template)
+    made = load(written(tmp_path, template), chat="template")
     data = dataset(Shop, ROW, tokenizer=made)
     assert isinstance(play(data, made, text)[0], End) == ends

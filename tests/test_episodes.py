@@ -12,7 +12,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from byte_tokenizers import CHATML, WHOLE, Letters, bpe, load
+from byte_tokenizers import CHATML, CONTROL, WHOLE, Letters, bpe, load, written
 from engines import (
     EXPERTS,
     FEW,
@@ -29,7 +29,7 @@ from engines import (
     sample_prompts,
     teacher_forced,
 )
-from processes import ROOT, ran, wait_for
+from processes import ROOT, ran
 from quick import random_params
 from runs import rows_without_timings
 from shared_programs import programs_compiled_once, small_config  # noqa: F401  a fixture
@@ -72,21 +72,11 @@ QWEN3 = CHATML.replace(
 )
 
 
-def folder_of(template, special, tmp_path, **more):
-    bpe(special=("<|endoftext|>", *special)).save(str(tmp_path / "tokenizer.json"))
-    config = {"chat_template": template, "eos_token": special[-1], **more}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    return tmp_path
-
-
-IM = ("<|im_start|>", "<|im_end|>")
-
-
 @pytest.mark.parametrize(
     ("template", "special", "role"),
     [
-        (CHATML, IM, "tool"),
-        (QWEN3, IM, "tool"),
+        (CHATML, CONTROL, "tool"),
+        (QWEN3, CONTROL, "tool"),
         (GEMMA, ("<bos>", "<turn>", "<end>"), "user"),
         (MISTRAL, ("<s>", "[INST]", "[/INST]", "</s>"), "user"),
     ],
@@ -95,7 +85,7 @@ def test_prompt_turn_and_what_is_between_are_the_whole_conversation(
     template, special, role, tmp_path
 ):
     """The newline behind the end that is sampled too: it is nobody's token but the template's."""
-    folder = folder_of(template, special, tmp_path)
+    folder = written(tmp_path, template, bpe(special=special), eos_token=special[-1])
     tokenizer, library = load(folder, chat="template"), AutoTokenizer.from_pretrained(folder)
     asked = [{"role": "user", "content": "Higher or lower?"}]
     turn = tokenizer.encode("50")
@@ -107,21 +97,6 @@ def test_prompt_turn_and_what_is_between_are_the_whole_conversation(
     other = tokenizer.between(answers, 0)  # a turn that ended otherwise gets the template's end too
     assert other == [end, *tokenizer.between(answers, end)]
     assert tokenizer.rewrites_turns() == (template is QWEN3)
-
-
-def test_published_qwen_templates_are_continued(shared):
-    folder = shared / "data" / "qwen25_tokenizer"
-    tokenizer, library = load(folder, chat="template"), AutoTokenizer.from_pretrained(folder)
-    (schema,) = Factory("x", Tools, 1.0).schemas[:1]
-    asked = [{"role": "user", "content": "What is 6 times 7?"}]
-    turn = '<tool_call>\n{"name": "multiply", "arguments": {"a": 6, "b": 7}}\n</tool_call>'
-    answers = [{"role": "tool", "content": "42"}]
-    ours = tokenizer.encode_chat(asked, [schema])
-    ours += [*tokenizer.encode(turn), 151645, *tokenizer.between(answers, 151645)]
-    whole = [*asked, {"role": "assistant", "content": turn}, *answers]
-    # <tool_call> is a token of its own in a template's text, and none in what is encoded plainly.
-    text = library.decode(library.apply_chat_template(whole, tools=[schema], **WHOLE))
-    assert library.decode(ours) == text
 
 
 # The engine.
@@ -296,6 +271,9 @@ class Tools:
     def get_reward(self) -> float:
         return float(42 in self.found)
 
+    def close(self):
+        """Is no tool, whatever it says of itself."""
+
 
 class Done(Tools):
     """It says itself when it is done; a method of rewards goes before an attribute."""
@@ -450,7 +428,7 @@ def test_a_models_own_form_of_calls_is_read_by_its_response_template(calls, turn
     """A turn in which it finds no call is read as the others are; the library raises there."""
     fields = {"tool_calls": calls, "content": {"close": "<|im_end|>", "content": "text"}}
     template = {"start_anchor": "<|im_start|>assistant\n", "fields": fields}
-    folder = folder_of(CHATML, IM, tmp_path, response_template=template)
+    folder = written(tmp_path, response_template=template)
     given = {"k": Factory("x", Tools, 1.0)}
     running = Environments(given, load(folder, chat="template"), max_turns=2)
     begun = Response(np.zeros(1, np.int32), np.zeros(1, np.float32), Status.WAITING)
@@ -469,7 +447,7 @@ class Multiply:
         assert self.most == (env_config.most or 2)
 
     def init(self, prompt):
-        return [*prompt, {"role": "user", "content": "!"}], {}
+        return [*prompt, *({"role": "user", "content": text} for text in "?!")], {}
 
     def step(self, action):
         self.turns += 1
@@ -499,7 +477,7 @@ class Gym:
 
 def test_stepped_contracts_are_played():
     episode = Episode(Factory("x:Multiply", Multiply, 1.0), EXAMPLE)
-    assert episode.opening == "!"
+    assert episode.opening == "?\n\n!"
     assert episode.answer("6") == [{"role": "user", "content": "Try again"}]
     assert episode.answer("7") == [] and episode.verdict().score == 1.0
     longer = dataclasses.replace(EXAMPLE, extra={"secret": 7, "env_config": {"most": 3}})
@@ -601,14 +579,6 @@ def test_an_episode_that_goes_on_elsewhere_is_played_again(before, says, error):
         assert answer.measures["turns"] == 2 and Broken.closed == 1
 
 
-@pytest.mark.parametrize("group", [(0, 0), None], ids=["of a group", "all"])
-def test_an_episode_that_is_let_go_is_closed(group):
-    running = broken()
-    assert plays(running, "a")
-    running.close(group)
-    wait_for(lambda: Broken.closed == 1, seconds=9)
-
-
 def test_a_thread_that_would_die_gives_an_answer(monkeypatch):
     """A tool's result that calls exit() where it is written as text: the run waited for ever."""
     monkeypatch.setattr(Letters, "between", lambda *_: sys.exit(3))
@@ -620,11 +590,11 @@ def test_a_thread_that_would_die_gives_an_answer(monkeypatch):
 
 
 def test_turns_are_limited_and_a_cut_one_is_rewarded_alone():
-    answer = plays(broken(max_turns=2), "ab")
+    answer = plays(broken(max_turns=2, says=["again"]), "ab")
     assert answer.measures["turns"] == 2
-    assert answer.measures["environment_tokens"] == len("same")
+    assert answer.measures["environment_tokens"] == len("again")  # and four are sampled
     said = [tuple(turn.values()) for turn in answer.turns]
-    assert said == [("assistant", "a"), ("environment", "same"), ("assistant", "b")]
+    assert said == [("assistant", "a"), ("environment", "again"), ("assistant", "b")]
     cut = plays(broken(), "a", room=len("same"))
     assert (answer.status, cut.status) == (Status.STOPPED, Status.CUT)
 
@@ -664,17 +634,25 @@ def run(workdir, num_steps, **more):
 
 
 def test_episodes_go_on_in_the_next_step_and_resume_bitwise(tmp_path, monkeypatch):
-    """Whatever the times that environments take: all rows are the same, the engine's too."""
+    """Whatever the times that environments take: all rows are the same, the engine's too.
+
+    A session is closed, so that keys and values are computed again, where a run may resume alone.
+    """
     monkeypatch.setattr(Slow, "seconds", (0.0, 0.01))
     # The evaluation fills all slots before training has one.
     goes_on = {"rollout.partial_rollout_steps": 2, "eval.sets.arithmetic.count": 12}
-    rows = run(tmp_path / "whole", 2, **goes_on)
-    run(tmp_path / "stopped", 1, **goes_on)
-    saved = tmp_path / "stopped" / "checkpoints" / "1" / "progress" / "metadata"
+    goes_on["checkpoint.every_steps"] = 2
+    close = Session.close
+    with mock.patch.object(Session, "close", autospec=True, side_effect=close) as closed:
+        rows = run(tmp_path / "whole", 3, **goes_on)
+    assert closed.call_count == 2
+    run(tmp_path / "stopped", 2, **goes_on)
+    saved = tmp_path / "stopped" / "checkpoints" / "2" / "progress" / "metadata"
     assert "given" in saved.read_text()
-    assert run(tmp_path / "stopped", 2, **goes_on) == rows
-    assert rows[0]["ratio_gap"] == 0
-    assert rows[-1]["staleness/tokens_fraction"] > 0
+    assert run(tmp_path / "stopped", 3, **goes_on) == rows
+    assert rows[0]["ratio_gap"] == rows[0]["staleness/max_steps"] == 0
+    assert rows[-1]["staleness/mean_steps"] >= rows[-1]["staleness/tokens_fraction"] > 0
+    assert all(it["partial_rollouts/groups"] and not it["groups/cancelled"] for it in rows)
     assert max(row["task/turns"] for row in rows) > 1
     assert max(row["task/environment_tokens"] for row in rows) > 0
     for row in read_zipped_rows(tmp_path / "whole" / "rollouts" / "0.jsonl.gz"):
@@ -705,7 +683,7 @@ def test_a_file_for_an_environment_has_columns_and_needs_no_answer(tmp_path):
     rows = [{"prompt": "Go", "secret": n} for n in (3, 4, 4)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     how = {"path": str(tmp_path / "rows.jsonl"), "environment": "tests.test_episodes:Tools"}
-    tokenizer = load(folder_of(QWEN3, IM, tmp_path), chat="template")
+    tokenizer = load(written(tmp_path, QWEN3), chat="template")
     loaded = load_dataset("data.train", set_of(**how), tokenizer, max_prompt_tokens=99)
     texts = [tokenizer.decode(p.token_ids) for p in loaded.prompts]
     header, tail = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"

@@ -16,10 +16,9 @@ from dapo_jax.setup import components
 from models import gemma3
 from models.hf import load_hf, save_hf
 from models.hf_config import config_of, load_config, sees_images
-from models.kernels.packed import packed_attention
 from models.precision import Weights
 from models.rope import LinearScaling
-from models.transformer import Execution, hidden_layer_by_layer, split, unstack, windowed
+from models.transformer import Execution, split, windowed
 
 SMALL = gemma3.Gemma3Config(
     *(288, 24, 40, 3, 4, 2, 8, True, 1e6),
@@ -32,26 +31,6 @@ SMALL = gemma3.Gemma3Config(
 def test_a_token_sees_itself_and_the_tokens_before_it_in_its_window():
     seen_1TS = windowed(jnp.tril(jnp.ones((1, 9, 9), bool)), 4)
     assert seen_1TS[0].sum(axis=1).tolist() == [1, 2, 3, 4, 4, 4, 4, 4, 4]
-
-
-def test_a_scan_over_the_layers_keeps_their_order():
-    """The learner's scan equals the sampler's layers one by one: each has its own window."""
-    graph, params = random_params(SMALL)
-    tokens_BT = np.random.default_rng(0).integers(0, 288, (2, 20))
-    one_BT, position_BT = np.ones((2, 20), np.int32), np.tile(np.arange(20), (2, 1))
-
-    def attend(*qkv, window=None):
-        return packed_attention(*qkv, one_BT, one_BT, position_BT, window)
-
-    def seeing(window):
-        return lambda *qkv: (attend(*qkv, window=window), None)
-
-    attends = [seeing(kind.window) for kind in SMALL.kinds]
-    given = (unstack(params), SMALL, tokens_BT, position_BT, attends)
-    one_by_one, *_ = jit(lambda: hidden_layer_by_layer(*given, axis=None))()
-    keeping, model = Execution(remat="keep_attention"), nnx.merge(graph, params)
-    scanned, *_ = jit(lambda: model.hidden(tokens_BT, position_BT, attend, keeping))()
-    np.testing.assert_allclose(scanned, one_by_one, atol=2e-5)
 
 
 def test_embeddings_are_multiplied_by_the_rounded_root_of_the_width():
@@ -69,27 +48,16 @@ def test_embeddings_are_multiplied_by_the_rounded_root_of_the_width():
     np.testing.assert_allclose(x_BTD, expected_BTD.astype(jnp.bfloat16), rtol=1e-6)
 
 
-# Of the published directories' config.json; what is not there is transformers' default.
-PUBLISHED = {
-    "1b": {
-        **{"vocab_size": 262_144, "hidden_size": 1_152, "intermediate_size": 6_912},
-        **{"num_attention_heads": 4, "num_key_value_heads": 1},
-        **{"sliding_window": 512, "rope_scaling": None},
-    },
-    "4b": {"hidden_size": 2_560, "intermediate_size": 10_240, "num_hidden_layers": 34},
-    "27b": {
+def test_the_largest_published_config_is_its_preset():
+    """The others are in test_published_models.py."""
+    raw = {
+        **{"model_type": "gemma3_text", "sliding_window": 1_024, "query_pre_attn_scalar": 168},
         **{"hidden_size": 5_376, "intermediate_size": 21_504, "num_hidden_layers": 62},
         **{"head_dim": 128, "num_attention_heads": 32, "num_key_value_heads": 16},
-        "query_pre_attn_scalar": 168,
-    },
-}
-
-
-@pytest.mark.parametrize("size", PUBLISHED)
-def test_a_published_config_is_its_preset(size):
-    more = {"sliding_window": 1_024, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
-    raw = {"model_type": "gemma3_text", **more, **PUBLISHED[size]}
-    assert config_of(raw) == gemma3.PRESETS[size]
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    }
+    assert config_of(raw) == gemma3.PRESETS["27b"]
+    assert config_of(raw | {"sliding_window_pattern": 3}).windows[2:9:3] == (None,) * 3
 
 
 LEFT_OUT = ("architectures", "max_position_embeddings")

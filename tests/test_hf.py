@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import quick
 from safetensors.numpy import load_file, save_file
+from transformers import AutoConfig
 
 from dapo_jax.convert import convert
 from models import families, hf
 from models.hf import load_hf, load_params, save_hf
-from models.hf_config import config_json, load_config
+from models.hf_config import SIZE_KEYS, config_json, config_of, load_config
 from models.parameters import param_axes
 from models.qwen2 import Qwen2Config
 from models.rope import Llama3Scaling, YarnScaling
@@ -88,15 +89,16 @@ def test_parameters_load_in_pieces_onto_a_mesh_and_leave_it(tmp_path, monkeypatc
     assert_same(low, jax.tree.map(lambda a: a.astype(jnp.bfloat16), params))
 
 
-@pytest.mark.parametrize("value", ["ABSENT", None])
-@pytest.mark.parametrize(("family", "head_dim"), [("llama", 6), ("qwen2", 6), ("qwen3", 128)])
-def test_a_missing_key_is_what_transformers_computes_with(tmp_path, family, head_dim, value):
-    """Llama 2's config.json has no rope_theta, Llama's first none of the key/value heads."""
-    sizes = families.load(family).config(64, 24, 40, 2, 4, 4, 6, False, rope_theta=1e4)
-    save_hf(random_params(sizes), sizes, tmp_path)
-    keys = ("rope_theta", "rms_norm_eps", "tie_word_embeddings", "num_key_value_heads", "head_dim")
-    edit_config(tmp_path, **dict.fromkeys(keys, value))
-    assert load_config(tmp_path) == dataclasses.replace(sizes, head_dim=head_dim)
+@pytest.mark.parametrize("family", families.BUILT_IN)
+def test_what_config_json_lacks_is_what_transformers_makes_of_nothing(family):
+    """Llama 2's has no rope_theta, Llama's first no key/value heads, Gemma 3's hardly any size."""
+    theirs, given = AutoConfig.for_model(family).to_dict(), {"model_type": family}
+    if family != "gemma3_text":
+        given |= {key: theirs[key] for key in SIZE_KEYS.values()}
+    if theirs["num_key_value_heads"] == theirs["num_attention_heads"]:
+        del given["num_key_value_heads"]
+    null = dict.fromkeys(("rope_theta", "rms_norm_eps", "tie_word_embeddings", "head_dim"))
+    assert config_of(given) == config_of(given | null) == config_of(theirs)
 
 
 @pytest.mark.parametrize(

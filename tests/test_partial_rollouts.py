@@ -1,4 +1,7 @@
-"""Partial rollouts go on as if nothing had been, nothing is lost, and runs resume bitwise."""
+"""Partial rollouts go on as if nothing had been, and nothing is lost.
+
+That runs resume bitwise is in test_episodes.py.
+"""
 
 import dataclasses
 import itertools
@@ -24,10 +27,7 @@ from engines import (
     seen_plans,
 )
 from quick import random_params
-from runs import digests, responses, rows_without_timings
-from shared_programs import programs_compiled_once, small_config  # noqa: F401  a fixture
 
-from dapo_jax import train
 from dapo_jax.checkpoints.progress import Progress
 from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.types import Group, Prompt, Response, Status, Verdict
@@ -164,36 +164,3 @@ def test_a_response_that_loses_its_slot_keeps_its_tokens(monkeypatch):
         np.testing.assert_array_equal(responses[name].tokens_T[:n], it.tokens_T)
         np.testing.assert_array_equal(responses[name].behavior_logp_T[:n], it.behavior_logp_T)
         assert responses[name].ends == it.ends
-
-
-@pytest.mark.slow
-def test_a_stopped_run_resumes_bitwise(tmp_path, monkeypatch):
-    """Its first step computes keys and values of partial groups again."""
-    keys = {"rollout.partial_rollout_steps": 1, "checkpoint.keep": 9}
-    run, whole, recomputes = tmp_path / "run", tmp_path / "uninterrupted", []
-    restore = Session._restore
-
-    def noted(*arguments):
-        recomputes.append(len(rows_without_timings(whole)))
-        return restore(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Session, "_restore", noted)
-        train.train(small_config(num_steps=4, **keys), whole)
-    for num_steps in (2, 4):
-        train.train(small_config(num_steps=num_steps, **keys), run)
-    rows = rows_without_timings(whole)
-    assert rows_without_timings(run) == rows
-    assert digests(run, 4) == digests(whole, 4)
-    assert responses(run, 3) == responses(whole, 3)
-    # No response loses its pages here, and the run without a stop has the same checkpoints.
-    assert set(recomputes) == {2}
-    # The first step has no stale tokens; the gap to the sampler is that of fresh ones, if any.
-    assert rows[0]["staleness/tokens_fraction"] == rows[0]["staleness/max_steps"] == 0
-    assert "ratio_gap" in rows[0]
-    assert any(row["staleness/tokens_fraction"] > 0 for row in rows)
-    for row in rows:
-        assert row["partial_rollouts/groups"] > 0 and row["partial_rollouts/tokens"] > 0
-        assert row["staleness/mean_steps"] >= row["staleness/tokens_fraction"]
-        assert row.get("ratio_gap", 0) == 0
-        assert row["groups/cancelled"] == 0

@@ -16,7 +16,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from byte_tokenizers import CHATML, bpe, load
+from byte_tokenizers import load, written
 from processes import wait_for
 from small_config import set_of
 
@@ -60,10 +60,7 @@ def play(tmp_path):
 
     Returns each row's (what its environment said, its reward): its episodes have to agree.
     """
-    bpe().save(str(tmp_path / "tokenizer.json"))
-    config = {"chat_template": CHATML, "eos_token": "<|im_end|>"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    tokenizer, file = load(tmp_path, chat="template"), tmp_path / "rows.jsonl"
+    tokenizer, file = load(written(tmp_path), chat="template"), tmp_path / "rows.jsonl"
 
     def episode_of(factory, example, turns):
         said = [example.opening]

@@ -27,18 +27,10 @@ LLAMA3 |= {"original_max_position_embeddings": 8_192}
 GEMMA = {"attn_logit_softcapping": None, "final_logit_softcapping": None, "head_dim": 256}
 GEMMA |= {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256}
 GEMMA |= {"rope_local_base_freq": 10_000, "rope_theta": 1_000_000, "vocab_size": 262_144}
-GEMMA |= {
-    "model_type": "gemma3_text",
-    "architectures": ["Gemma3ForCausalLM"],
-    "sliding_window": 512,
-}
+GEMMA |= {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}
+GEMMA |= {"sliding_window": 512, "attention_bias": False, "rms_norm_eps": 1e-6}
 GEMMA |= {"num_attention_heads": 4, "num_key_value_heads": 1, "max_position_embeddings": 32_768}
-GEMMA |= {
-    "attention_bias": False,
-    "rms_norm_eps": 1e-6,
-    "rope_scaling": None,
-    "eos_token_id": [1, 106],
-}
+GEMMA |= {"rope_scaling": None, "eos_token_id": [1, 106]}
 
 
 def sized(width, mlp, layers, heads, kv_heads, **more):
@@ -72,18 +64,16 @@ OF_R1 = {END: 151_643, USER: 151_644, ANSWER: 151_645, BEGIN: 151_646, "<think>"
 OF_R1 = Ids(151_643, OF_R1 | {"</think>": 151_649}, 151_664, END, TURNS, "LlamaTokenizerFast")
 HEADS = "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m.role + "
 HEADS += "'<|end_header_id|>\n\n' + m.content + '<|eot_id|>' }}{% endfor %}"
-HEADS += (
-    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
-)
+HEADS += "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n"
+HEADS += "{% endif %}"
 NAMED = {"<|begin_of_text|>": 128_000, "<|end_of_text|>": 128_001, "<|start_header_id|>": 128_006}
 NAMED |= {"<|end_header_id|>": 128_007, "<|eom_id|>": 128_008, "<|eot_id|>": 128_009}
 OF_LLAMA = Ids(128_000, NAMED, 128_255, "<|eot_id|>", HEADS, "PreTrainedTokenizerFast")
 SMALL = {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2}
 OF_SMOLLM = Ids(49_152, SMALL, 49_151, "<|im_end|>", CHATML, "GPT2Tokenizer")
 GEMMAS = "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content }}"
-GEMMAS += (
-    "<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
-)
+GEMMAS += "<end_of_turn>\n{% endfor %}"
+GEMMAS += "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
 NAMED = {"<pad>": 0, "<eos>": 1, "<bos>": 2, "<unk>": 3, "<mask>": 4}
 NAMED |= {"<start_of_turn>": 105, "<end_of_turn>": 106, "<image_soft_token>": 262_144}
 OF_GEMMA = Ids(262_144, NAMED, 262_144, "<eos>", GEMMAS, "GemmaTokenizer")

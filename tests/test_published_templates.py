@@ -11,7 +11,7 @@ import sys
 import types
 
 import pytest
-from byte_tokenizers import bpe, load
+from byte_tokenizers import bpe, load, written
 from test_environments import Shop
 
 from dapo_jax.tasks.environments import Factory
@@ -58,7 +58,7 @@ def schema_of():
 def tokenizer_of(name, folder, schema_of):
     """A tokenizer of bytes and the template's own tokens; None where TRL reads no calls of it."""
     given = types.SimpleNamespace(chat_template=(TEMPLATES / f"{name}.jinja").read_text())
-    config = {"chat_template": given.chat_template, "bos_token": "<bos>", "eos_token": "<eos>"}
+    config = {"bos_token": "<bos>", "eos_token": "<eos>"}
     if schema_of:
         try:
             config["response_template"] = schema_of(given).response_template
@@ -67,9 +67,8 @@ def tokenizer_of(name, folder, schema_of):
     special = ["<|endoftext|>", "<bos>", "<eos>"]
     special += sorted({*TOKEN.findall(given.chat_template)} - {*special})
     made = bpe(special=special)
-    made.save(str(folder / "tokenizer.json"))
     ends = [made.token_to_id(end) for end in ENDS if end in special]
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    written(folder, given.chat_template, made, **config)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     return load(folder, chat="template")
 
@@ -118,7 +117,6 @@ def test_a_published_template_has_its_calls_read_and_answered_or_is_refused(
 ):
     for how, outcome_of in zip((None, schema_of), expected, strict=True):
         folder = tmp_path / f"{how is None}"
-        folder.mkdir()
         assert outcome(tokenizer_of(name, folder, how)) == outcome_of
 
 

@@ -126,7 +126,7 @@ def test_logits_that_are_not_finite_give_no_probability_and_no_token_beyond_the_
     assert logp_R[2] == pytest.approx(-np.log(300))
 
 
-TOP_P, TOP_K = (1.0, 0.7, 0.2, 1.0), (0, 0, 3, 20)
+TOP_P, TOP_K = (1.0, 0.7, 0.2, 1.0), (0, 0, 30, 20)
 
 
 def truncate_streams(logits_RV, stream_R, live_R, axis=None):

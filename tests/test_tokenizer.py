@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import sentencepiece
-from byte_tokenizers import CHATML, CONTROL, WHOLE, bpe, load, user
+from byte_tokenizers import CHATML, CONTROL, WHOLE, bpe, load, user, written
 from transformers import AutoTokenizer
 
 from dapo_jax.convert import convert
@@ -25,11 +25,8 @@ def bpe_folder(tmp_path_factory):
     """A byte-level BPE of 256 bytes and 3 control tokens, laid out as Qwen2.5's is."""
     folder, tokenizer = tmp_path_factory.mktemp("bpe"), bpe()
     tokenizer.enable_truncation(max_length=7)
-    tokenizer.save(str(folder / "tokenizer.json"))
     tools = "{% for m in messages if m.role == 'tool' %}{{ raise_exception('no tools here') }}"
-    config = {"chat_template": tools + "{% endfor %}" + CHATML, "pad_token": "<|endoftext|>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "<|im_end|>"}))
-    return folder
+    return written(folder, tools + "{% endfor %}" + CHATML, tokenizer, pad_token="<|endoftext|>")
 
 
 @pytest.fixture(scope="module")
