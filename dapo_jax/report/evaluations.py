@@ -3,10 +3,11 @@
 An evaluation is eval/<steps>.<set>.<settings>.json with its responses in .jsonl.gz beside it.
 """
 
-import collections
 import dataclasses
 import pathlib
 from collections.abc import Mapping, Sequence
+
+import pandas as pd
 
 from dapo_jax.logs.files import read_json, read_zipped_rows
 from dapo_jax.printable import printable_lines, shortened
@@ -15,20 +16,21 @@ from dapo_jax.tasks.templates import problem_of
 
 SHOWN_PROBLEMS = 10  # on either side
 SHOWN_CHARACTERS = 90  # of a problem
+PLACE = ["source", "row", "ground_truth"]  # of a problem, beside its number among those alike
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluated:
     """One evaluation of one set. label: the names of the workdir and of the file.
 
-    problems: by (source, row, answer, number among the problems that share these three), the share
-    of responses that are right, and the problem's place and text in one line.
+    problems: a row each: PLACE, the number among those with an equal one, the prompt, and the share
+    of responses that are right.
     """
 
     label: str
     name: str
     settings: Mapping
-    problems: Mapping[tuple, tuple[float, str]]
+    problems: pd.DataFrame
 
 
 def read(path: str | pathlib.Path) -> list[Evaluated]:
@@ -46,17 +48,11 @@ def read(path: str | pathlib.Path) -> list[Evaluated]:
     return found
 
 
-def _problems(path: pathlib.Path) -> dict[tuple, tuple[float, str]]:
-    rows = collections.defaultdict(list)
-    for row in read_zipped_rows(path):
-        rows[row["source"], row["row"], str(row["ground_truth"]), row["cursor"]].append(row)
-    problems, alike = {}, collections.Counter()
-    for (*place, _), found in rows.items():
-        text = " ".join(problem_of(str(found[0]["prompt"])).split())
-        name = f"{place[0]} row {place[1]}: {shortened(text, limit=SHOWN_CHARACTERS)}".strip()
-        problems[*place, alike[*place]] = sum(row["correct"] for row in found) / len(found), name
-        alike[*place] += 1
-    return problems
+def _problems(path: pathlib.Path) -> pd.DataFrame:
+    responses = pd.DataFrame(read_zipped_rows(path)).astype(dict.fromkeys(PLACE, str))
+    problems = responses.groupby([*PLACE, "cursor"], sort=False, as_index=False)
+    problems = problems.agg({"prompt": "first", "correct": "mean"})
+    return problems.assign(number=problems.groupby(PLACE).cumcount())
 
 
 def compare(a: Evaluated, b: Evaluated) -> list[str]:
@@ -66,35 +62,30 @@ def compare(a: Evaluated, b: Evaluated) -> list[str]:
     each may name it differently. Raises ValueError where no problem is shared. The lines are safe
     to print.
     """
-    single = all(len({source for source, *_ in of.problems}) == 1 for of in (a, b))
-    ours, theirs = ({key[single:]: p for key, p in of.problems.items()} for of in (a, b))
-    pairs = [(mean, theirs[key][0], name) for key, (mean, name) in ours.items() if key in theirs]
-    if not pairs:
+    single = all(of.problems["source"].nunique() == 1 for of in (a, b))
+    both = a.problems.merge(b.problems, on=[*PLACE[single:], "number"], suffixes=("", "_b"))
+    if both.empty:
         raise ValueError(f"{a.label} and {b.label} have no problem in common (source, row, answer)")
-    pairs.sort(key=lambda pair: pair[0] - pair[1])  # the greatest gain first
-    P, (a_P, b_P, _) = len(pairs), zip(*pairs, strict=True)
-    found = paired_share_interval(b_P, a_P)
-    better = sum(y > x for x, y in zip(a_P, b_P, strict=True))
-    worse = sum(y < x for x, y in zip(a_P, b_P, strict=True))
-    moved = [*pairs[: min(better, SHOWN_PROBLEMS)], *pairs[P - min(worse, SHOWN_PROBLEMS) :]]
-    lines = [
-        f"a: {a.label}",
-        f"b: {b.label}",
-        *(
-            f"   {key}: a {a.settings.get(key)}, b {b.settings.get(key)}"
-            for key in {**a.settings, **b.settings}
-            if a.settings.get(key) != b.settings.get(key)
-        ),
-        f"mean over {P} problems: a {sum(a_P) / P:.1%}, b {sum(b_P) / P:.1%}, b - a "
-        f"{100 * found.difference:+.1f} points [{100 * found.low:+.1f}, {100 * found.high:+.1f}] "
-        "(95 %, paired by problem)",
-        f"b is better on {better}, equal on {P - better - worse}, worse on {worse}; "
-        f"{len(ours.keys() ^ theirs.keys())} problems are in one of them alone, and left out",
-        *(
-            f"  {one:6.1%} -> {other:6.1%}  {100 * (other - one):+6.1f}  {name}"
-            for one, other, name in moved
-        ),
+    both = both.assign(gain=both["correct_b"] - both["correct"])
+    both = both.sort_values("gain", ascending=False, kind="stable")
+    (of_a, of_b), found = both[["correct", "correct_b"]].mean(), paired_share_interval(both["gain"])
+    P, better, worse = len(both), (both["gain"] > 0).sum(), (both["gain"] < 0).sum()
+    alone = len(a.problems) + len(b.problems) - 2 * P
+    moved = [both.head(min(better, SHOWN_PROBLEMS)), both.tail(min(worse, SHOWN_PROBLEMS))]
+    lines = [f"a: {a.label}", f"b: {b.label}"]
+    for key in {**a.settings, **b.settings}:
+        if a.settings.get(key) != b.settings.get(key):
+            lines.append(f"   {key}: a {a.settings.get(key)}, b {b.settings.get(key)}")
+    lines += [
+        f"mean over {P} problems: a {of_a:.1%}, b {of_b:.1%}, b - a {100 * found.difference:+.1f} "
+        f"points [{100 * found.low:+.1f}, {100 * found.high:+.1f}] (95 %, paired by problem)",
+        f"b is better on {better}, equal on {P - better - worse}, worse on {worse}; {alone} "
+        "problems are in one of them alone, and left out",
     ]
+    for it in pd.concat(moved).itertuples():
+        text = shortened(" ".join(problem_of(it.prompt).split()), limit=SHOWN_CHARACTERS)
+        shares = f"{it.correct:6.1%} -> {it.correct_b:6.1%}  {100 * it.gain:+6.1f}"
+        lines.append(f"  {shares}  " + f"{it.source} row {it.row}: {text}".strip())
     return [printable_lines(line) for line in lines]
 
 
