@@ -232,19 +232,15 @@ def _origin(runs: Mapping[str, Run]) -> str:
     return f"{len(runs)} runs, {hours:.1f} hours of one core in all; {made}."
 
 
-def panels(drawn: Sequence[str]) -> list[plots.Panel]:
-    """A panel for each metric or eval/<set>/<score> of TITLES; KeyError for another key."""
-    units = {metric.key: metric.unit for metric in METRICS}
-    units |= {key: score_metric(key).unit for key in drawn if key.startswith("eval/")}
-    return [plots.Panel(TITLES[it], units.get(it, ""), {TITLES[it]: it}) for it in drawn]
-
-
 def figure(study: Study, runs: Mapping[str, Run]) -> plots.Figure:
-    """The study's curves."""
+    """The study's curves: a panel for each of them, with its title from TITLES."""
     kept, _ = study.finished(runs)
+    units = {metric.key: metric.unit for metric in METRICS}
+    units |= {key: score_metric(key).unit for key in study.drawn if key.startswith("eval/")}
+    panels = [plots.Panel(TITLES[it], units.get(it, ""), {TITLES[it]: it}) for it in study.drawn]
     seeds = len({run.seed for run in kept.values()})
     title = f"{study.title}\nmeans over {seeds} seeds, bands from the lowest to the highest"
-    return plots.chosen(kept, panels(study.drawn), title=title, over_tokens=study.over_tokens)
+    return plots.chosen(kept, panels, title=title, over_tokens=study.over_tokens)
 
 
 def add_rows(study: Study, made: pathlib.Path, folder: pathlib.Path) -> None:
@@ -270,7 +266,7 @@ def look_into(
         write_file(file, b"".join(map(json_line, measure(pathlib.Path(flags.FLAGS.workdir)))))
     rows = pd.read_json(file, lines=True, precise_float=True).set_index(["arm", "seed"])
     values = pd.DataFrame({Quantity(title, float, form): rows[k] for k, title, form in measures})
-    tables = [compare.means(values), *compare.differences(values, pairs)]
+    tables = [compare.means(values, {}), *compare.differences(values, pairs)]
     print("\n".join(compare.lines_of(tables)))
 
 

@@ -23,7 +23,7 @@ def test_the_committed_result_is_what_the_committed_rows_give(name):
     runs = read_rows_file(folder / study.ROWS)
     assert (folder / study.RESULT).read_text() == study.result(made, runs)
     assert made.finished(runs)[1] == []
-    assert len(study.panels(made.drawn)) == len(made.drawn)
+    assert set(made.drawn) <= study.TITLES.keys()
 
 
 EPS_HIGH = {"a": 0.2, "b": 0.3, "c": 0.4}

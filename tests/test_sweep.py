@@ -33,7 +33,7 @@ def test_rows_come_back_rounded_without_the_machines_paths(tmp_path):
     run = Run(
         rows=[row | {"step": step, "entropy": [0.5, None][step]} for step in range(2)],
         scores={"eval/held_out/mean@8": {3: 1 / 3, 0: 0.25}},
-        config={"seed": 0, "model.path": "/home/me/base", "data": ["/x/q", "</s>", "gs://b/c"]},
+        config={"seed": 0, "model.path": "/home/me/base", "data": "gs://b/c", "stop": ["</s>"]},
         starts=[start | {"host": "somewhere", "pid": 12}],
         arm="a",
     )
@@ -43,7 +43,7 @@ def test_rows_come_back_rounded_without_the_machines_paths(tmp_path):
         {
             "arm": "a",
             "seed": 0,
-            "config": {"seed": 0, "model.path": "base", "data": ["q", "</s>", "gs://b/c"]},
+            "config": {"seed": 0, "model.path": "base", "data": "gs://b/c", "stop": ["</s>"]},
             "starts": [start],
             "evaluations": {"held_out": {"mean@8": {"0": 0.25, "3": 0.333333}}},
             "metrics": kept,

@@ -1,6 +1,5 @@
 """Arms compared over seeds: one number a run, means and spreads, differences of arms."""
 
-import collections
 import dataclasses
 import functools
 import itertools
@@ -60,8 +59,7 @@ def accuracy_over(budget_tokens: int) -> Quantity:
         if run[TOKENS].iloc[-1] < budget_tokens:
             return math.nan
         tokens = np.diff(run[TOKENS].clip(upper=budget_tokens), prepend=0.0)
-        counts = tokens > 0
-        return 100 * np.average(run["accuracy/mean"][counts], weights=tokens[counts])
+        return 100 * np.average(run["accuracy/mean"], weights=tokens)
 
     return Quantity(f"accuracy, mean of the first {budget_tokens // 1000} k tokens, %", value)
 
@@ -129,12 +127,13 @@ def paired(values: pd.DataFrame, quantity: Quantity, arm: str, than: str) -> tup
 Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # title, heads, rows
 
 
-def means(values: pd.DataFrame, **more: Mapping[str, str]) -> Table:
-    """Returns the table of the arms' spreads; more: columns of it, arm -> text."""
-    count, rows = values.groupby("arm").size(), []
+def means(values: pd.DataFrame, runs: Mapping[str, Run]) -> Table:
+    """Returns the table of the arms' spreads, with the numbers of steps and seeds of each."""
+    seeds, rows = values.groupby("arm").size(), []
     for arm, *cells in spreads(values).itertuples():
-        rows.append([arm, *(text[arm] for text in more.values()), str(count[arm]), *cells])
-    heads = ["arm", *more, "seeds", *(quantity.name for quantity in values)]
+        steps = sorted({run.finished_steps for run in runs.values() if run.arm == arm})
+        rows.append([arm, ", ".join(map(str, steps)), str(seeds[arm]), *cells])
+    heads = ["arm", "steps", "seeds", *(quantity.name for quantity in values)]
     return "Mean ± standard deviation over seeds", heads, rows
 
 
@@ -168,12 +167,8 @@ def tables(runs: Mapping[str, Run], *, baseline: str = "") -> tuple[list[Table],
         raise ValueError(f"no arm is called {baseline!r}; there are {', '.join(arms)}")
     if not kept:
         return [], short
-    values, steps = compared(kept), collections.defaultdict(set)
-    for run in kept.values():
-        steps[run.arm].add(run.finished_steps)
-    texts = {arm: ", ".join(map(str, sorted(numbers))) for arm, numbers in steps.items()}
-    pairs = [(arm, baseline) for arm in arms if arm != baseline]
-    return [means(values, steps=texts), *differences(values, pairs)], short
+    values, pairs = compared(kept), [(arm, baseline) for arm in arms if arm != baseline]
+    return [means(values, kept), *differences(values, pairs)], short
 
 
 def csv_text(runs: Mapping[str, Run]) -> str:

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
 
-from dapo_jax.logs.metrics import METRICS, Metric
+from dapo_jax.logs.metrics import METRICS
 from dapo_jax.printable import shortened
 from dapo_jax.report.runs import Run, arms_of, mean_scores, own_metrics, tokens_before
 
@@ -42,12 +42,13 @@ def panels(runs: Mapping[str, Run]) -> list[Panel]:
     Of several arms each curve has a panel of its own. A curve that is alone in a panel of several
     has its name in the title.
     """
-    curves = [
-        (metric.panel, metric.unit, name, key)
-        for metric in METRICS + own_metrics(runs)
-        for name, key in _curves_of(metric, runs).items()
-        if metric.panel
-    ]
+    curves = []
+    for metric in METRICS + own_metrics(runs):
+        names = {metric.key.rpartition("/")[2].replace("_", " "): metric.key}
+        if metric.key == ACCURACY:
+            names = {"training": ACCURACY} | mean_scores(runs)
+        if metric.panel:
+            curves += [(metric.panel, metric.unit, *curve) for curve in names.items()]
     least = min(2, max(len(run.rows) for run in runs.values()))  # one step has points alone
     drawn = [curve for curve in curves if _most_points(runs, curve[-1]) >= least]
     named, here = (collections.Counter(title for title, *_ in part) for part in (curves, drawn))
@@ -57,13 +58,6 @@ def panels(runs: Mapping[str, Run]) -> list[Panel]:
             title = f"{title}: {name}"
         found.setdefault(title, Panel(title, unit, {})).curves[name] = key
     return list(found.values())
-
-
-def _curves_of(metric: Metric, runs: Mapping[str, Run]) -> dict[str, str]:
-    """Name -> key of what is drawn for a metric."""
-    if metric.key == ACCURACY:
-        return {"training": ACCURACY} | mean_scores(runs)
-    return {metric.key.rpartition("/")[2].replace("_", " "): metric.key}
 
 
 def _most_points(runs: Mapping[str, Run], key: str) -> int:

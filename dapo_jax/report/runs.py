@@ -17,13 +17,7 @@ from collections.abc import Mapping, Sequence
 import pandas as pd
 
 from configs.base import RENAMED
-from dapo_jax.logs.files import (
-    read_json,
-    read_rows,
-    read_starts,
-    read_zipped_rows,
-    write_zipped_rows,
-)
+from dapo_jax.logs import files
 from dapo_jax.logs.metrics import METRICS, TASK, Metric
 
 TOKENS = "sampled_tokens_total"  # of a row
@@ -80,12 +74,12 @@ def load_run(workdir: str | pathlib.Path, *, arm: str = "") -> Run:
     """
     workdir = pathlib.Path(workdir)
     path, config_path = workdir / "metrics.jsonl", workdir / "config.json"
-    if not (rows := read_rows(path)):
+    if not (rows := files.read_rows(path)):
         raise ValueError(f"{path} has no rows yet: the run in {workdir} has not finished a step")
-    config = flatten(read_json(config_path)) if config_path.is_file() else {}
-    results = sorted(map(read_json, workdir.glob("eval/[0-9]*.json")), key=lambda it: it["step"])
+    config = flatten(files.read_json(config_path)) if config_path.is_file() else {}
+    results = map(files.read_json, workdir.glob("eval/[0-9]*.json"))
     scores = collections.defaultdict(dict)
-    for result in results:
+    for result in sorted(results, key=lambda it: it["step"]):
         if result["step"] > rows[-1]["step"] + 1:  # of before the run was cut back
             continue
         for name, of_set in result["sets"].items():
@@ -93,7 +87,7 @@ def load_run(workdir: str | pathlib.Path, *, arm: str = "") -> Run:
             for score, value in of_set.items():
                 if score.startswith(("mean@", "pass@", "maj@", TASK)):
                     scores[f"eval/{name}/{score}"][result["step"]] = value
-    return Run(rows, scores, config, read_starts(workdir / "starts.jsonl"), arm, workdir)
+    return Run(rows, scores, config, files.read_starts(workdir / "starts.jsonl"), arm, workdir)
 
 
 def flatten(tree: Mapping) -> dict[str, object]:
@@ -103,10 +97,10 @@ def flatten(tree: Mapping) -> dict[str, object]:
 
 def load_sweep(folder: pathlib.Path) -> dict[str, Run]:
     """Reads the runs of a sweep's folder with a finished step: label -> run, arm by arm."""
-    plan, runs = read_json(folder / "sweep.json"), {}
+    plan, runs = files.read_json(folder / "sweep.json"), {}
     for arm, seed in itertools.product(plan["arms"], plan["seeds"]):
         path = folder / sweep_label(arm, seed) / "metrics.jsonl"
-        if path.is_file() and read_rows(path):
+        if path.is_file() and files.read_rows(path):
             runs[sweep_label(arm, seed)] = load_run(path.parent, arm=arm)
     return runs
 
@@ -118,12 +112,13 @@ def sweep_label(arm: str, seed: int) -> str:
 
 def write_rows(path: pathlib.Path, runs: Mapping[str, Run]) -> None:
     """Writes the runs, a line each, without the machine's paths; equal ones as equal bytes."""
-    write_zipped_rows(path, map(_line_of, runs.values()))
+    files.write_zipped_rows(path, map(_line_of, runs.values()))
 
 
 def read_rows_file(path: pathlib.Path) -> dict[str, Run]:
     """Reads the output of `write_rows`: label -> run, with the arm and seed of each."""
-    return {sweep_label(run.arm, run.seed): run for run in map(_run_of, read_zipped_rows(path))}
+    runs = map(_run_of, files.read_zipped_rows(path))
+    return {sweep_label(run.arm, run.seed): run for run in runs}
 
 
 def _line_of(run: Run) -> dict:
@@ -136,19 +131,14 @@ def _line_of(run: Run) -> dict:
     return {
         "arm": run.arm,
         "seed": run.seed,
-        "config": {key: _portable(value) for key, value in run.config.items()},
+        "config": {
+            key: pathlib.PurePath(value).name if str(value).startswith("/") else value
+            for key, value in run.config.items()
+        },
         "starts": [{key: it[key] for key in OF_A_START if key in it} for it in run.starts],
         "evaluations": evaluations,
         "metrics": {key: [*map(_rounded, values)] for key, values in columns},
     }
-
-
-def _portable(value):
-    """A value with the last part of each absolute path only."""
-    if isinstance(value, list):
-        return [_portable(item) for item in value]
-    is_path = isinstance(value, str) and value.startswith("/")
-    return pathlib.PurePosixPath(value).name if is_path else value
 
 
 def _rounded(value: float) -> float:
