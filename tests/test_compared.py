@@ -1,14 +1,12 @@
 """Evaluations: intervals over problems, and comparisons problem by problem."""
 
-import gzip
-import json
-
 import numpy as np
 import pandas as pd
 import pytest
 from scipy.special import stdtrit
 
 from dapo_jax.evaluation import share_interval
+from dapo_jax.logs.files import write_json, write_zipped_rows
 from dapo_jax.report import evaluations
 from dapo_jax.report.__main__ import main
 from dapo_jax.report.statistics import Interval, paired_interval, paired_share_interval
@@ -70,19 +68,19 @@ def test_intervals_cover_hard_and_easy_sets(P, k, a, b, gain):
 
 def write(folder, correct_PK, *, places=None, prompt="{row} + 0?", **settings):
     """An evaluation of a set "sums" as `evaluate` writes it; places: source, row and answer."""
-    (folder / "eval").mkdir(parents=True)
     path = folder / "eval" / "0.sums.t1.json"
+    path.parent.mkdir(parents=True)
     scores = {"mean@2": float(np.mean(correct_PK)), "problems": len(correct_PK)}
-    document = {"step": 0, "sets": {"sums": scores}, "label": "t1", "settings": {"sums": settings}}
-    path.write_text(json.dumps(document))
+    document = {"step": 0, "sets": {"sums": scores}, "label": "t1"}
+    write_json(path, document | {"settings": {"sums": settings}})
     places = places or [("", row, row) for row in range(len(correct_PK))]
-    with gzip.open(path.with_suffix(".jsonl.gz"), "wt") as file:
-        rows = zip(places, correct_PK, strict=True)
-        for cursor, ((source, row, answer), correct_K) in enumerate(rows):
-            line = {"cursor": cursor, "source": source, "row": row, "ground_truth": str(answer)}
-            line |= {"prompt": prompt.format(row=row)}
-            for k, correct in enumerate(correct_K):
-                file.write(json.dumps(line | {"sample": k, "correct": bool(correct)}) + "\n")
+    responses = [
+        {"cursor": cursor, "source": source, "row": row, "ground_truth": str(answer)}
+        | {"prompt": prompt.format(row=row), "sample": k, "correct": bool(correct)}
+        for cursor, (source, row, answer) in enumerate(places)
+        for k, correct in enumerate(correct_PK[cursor])
+    ]
+    write_zipped_rows(path.with_suffix(".jsonl.gz"), responses)
     return path
 
 

@@ -80,15 +80,6 @@ def test_load_run_reads_evaluations_in_order_of_steps(tmp_path):
         load_run(tmp_path)
 
 
-def test_a_forks_tokens_begin_with_its_parents():
-    columns = {"sampled_tokens_total": [150, 200, 280], "engine/drawn_tokens": [50, 50, 80]}
-    for begin, spent in ((5, [100, 150, 200, 280]), (0, [0, 150])):
-        n = len(spent) - 1
-        rows = {"step": range(begin, begin + n)} | {key: columns[key][:n] for key in columns}
-        rows["engine/drawn_tokens"][0] = spent[1] - spent[0]
-        assert tokens_before(Run(rows, {}, {})).to_dict() == dict(enumerate(spent, begin))
-
-
 def test_summary_lines_compare_first_and_last():
     """Evaluations compare files, metrics the means of the first and last 4 of 40 rows."""
     rows = [row | {"my_metric": row["step"]} for row in _rows(0, 40, 0.01)]
@@ -283,12 +274,15 @@ def test_a_run_that_ended_early_is_not_the_end_of_its_arm():
 
 
 def test_a_fork_is_compared_with_its_parent_from_where_it_begins():
+    """Its tokens are counted from the parent's first step on, too."""
+    steps = [{"step": s, "sampled_tokens_total": 1_000 * (s + 1)} for s in range(30)]
     rows = [
-        {"step": s, "sampled_tokens_total": 1_000 * (s + 1), "accuracy/mean": s / 40}
-        for s in range(30)
+        row | {"engine/drawn_tokens": 1_000, "accuracy/mean": row["step"] / 40} for row in steps
     ]
     config = {"num_steps": 30, "seed": 0}
     runs = {arm: Run(rows[n:], {}, config, arm=arm) for arm, n in (("whole", 0), ("fork", 29))}
+    assert tokens_before(runs["fork"]).to_dict() == {29: 29_000, 30: 30_000}
+    assert [*tokens_before(runs["whole"])] == [*range(0, 31_000, 1_000)]
     ((_, heads, means), (_, _, differences)), _ = compare.tables(runs)
     assert means[0][1:] == means[1][1:]
     assert means[0][heads.index("sampled tokens, thousands")] == "1"

@@ -29,23 +29,23 @@ def load(paths: Sequence[str | pathlib.Path]) -> dict[str, Run]:
     Of several paths, labels and arms begin with the name of the folder, or all of its path where
     two have one name. Raises as `load_run`, `load_sweep` and `read_rows_file` do.
     """
-    found, paths = {}, list(dict.fromkeys(pathlib.Path(path).resolve() for path in paths))
+    runs, paths = {}, list(dict.fromkeys(pathlib.Path(path).resolve() for path in paths))
     folders = [path.parent if path.is_file() else path for path in paths]
     names = [folder.name for folder in folders]
     for path, folder in zip(paths, folders, strict=True):
         name = folder.name if names.count(folder.name) == 1 else str(path)
         part = f"{name}: " if len(paths) > 1 else ""
         if path.is_file():
-            loaded = read_rows_file(path)
+            of_path = read_rows_file(path)
         elif (path / "sweep.json").is_file():
-            loaded = load_sweep(path)
+            of_path = load_sweep(path)
         else:
-            part, loaded = name, {"": load_run(path)}
-        for label, run in loaded.items():
-            found[part + label] = dataclasses.replace(run, arm=part + run.arm)
-    if not found:
+            part, of_path = name, {"": load_run(path)}
+        for label, run in of_path.items():
+            runs[part + label] = dataclasses.replace(run, arm=part + run.arm)
+    if not runs:
         raise ValueError(f"{', '.join(map(str, paths))}: no run has a finished step")
-    return found
+    return runs
 
 
 def write_report(

@@ -207,15 +207,15 @@ def compared(runs: Mapping[str, Run]) -> pd.DataFrame:
 
 def markdown(runs: Mapping[str, Run], *, baseline: str = "", title: str) -> str:
     """Returns `tables` as Markdown."""
-    found, short = tables(runs, baseline=baseline)
+    parts, short = tables(runs, baseline=baseline)
     left_out = [f"Left out, not finished: {'; '.join(short)}.", ""] * bool(short)
-    return "\n".join([f"# {title}", "", *left_out, *lines_of(found), METHOD, ""])
+    return "\n".join([f"# {title}", "", *left_out, *lines_of(parts), METHOD, ""])
 
 
 def lines_of(tables: Sequence[Table]) -> list[str]:
     """Returns the lines of tables with their titles as Markdown."""
-    parts = [[f"## {title}", "", *table(heads, rows), ""] for title, heads, rows in tables]
-    return list(itertools.chain(*parts))
+    lines = [[f"## {title}", "", *table(heads, rows), ""] for title, heads, rows in tables]
+    return list(itertools.chain(*lines))
 
 
 def table(

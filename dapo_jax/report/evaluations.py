@@ -3,7 +3,7 @@
 An evaluation is eval/<steps>.<set>.<settings>.json with its responses in .jsonl.gz beside it.
 """
 
-import dataclasses
+import itertools
 import pathlib
 from collections.abc import Mapping, Sequence
 
@@ -19,40 +19,28 @@ SHOWN_CHARACTERS = 90  # of a problem
 PLACE = ["source", "row", "ground_truth"]  # of a problem, beside its number among those alike
 
 
-@dataclasses.dataclass(frozen=True)
-class Evaluated:
-    """One evaluation of one set. label: the names of the workdir and of the file.
-
-    problems: a row each: PLACE, the number among those with an equal one, the prompt, and the share
-    of responses that are right.
-    """
-
-    label: str
-    name: str
-    settings: Mapping
-    problems: pd.DataFrame
+# The names of the workdir and of the file, the settings, and a row for each problem: PLACE, the
+# number among those with an equal one, the prompt, and the share of responses that are right.
+Evaluated = tuple[str, Mapping, pd.DataFrame]
 
 
-def read(path: str | pathlib.Path) -> list[Evaluated]:
+def read(path: str | pathlib.Path) -> dict[str, Evaluated]:
     """Reads the sets of a result with their responses; ValueError for a file of another kind."""
     path = pathlib.Path(path).resolve()
-    document, stem, found = read_json(path), path.name.removesuffix(".json"), []
+    document, stem, evaluations = read_json(path), path.name.removesuffix(".json"), {}
     if "sets" not in document:
         raise ValueError(f"{path} is no evaluation: it has no 'sets'")
     for name in document["sets"]:
         # A file of training's evaluations is of all sets, one of `evaluate` of a single one.
         of_set = stem if "label" in document else f"{document['step']}.{name}"
+        responses = pd.DataFrame(read_zipped_rows(path.with_name(f"{of_set}.jsonl.gz")))
+        responses = responses.astype(dict.fromkeys(PLACE, str))
+        problems = responses.groupby([*PLACE, "cursor"], sort=False, as_index=False)
+        problems = problems.agg({"prompt": "first", "correct": "mean"})
+        problems["number"] = problems.groupby(PLACE).cumcount()
         settings = document.get("settings", {}).get(name, {})
-        problems = _problems(path.with_name(f"{of_set}.jsonl.gz"))
-        found.append(Evaluated(f"{path.parents[1].name}/{stem}", name, settings, problems))
-    return found
-
-
-def _problems(path: pathlib.Path) -> pd.DataFrame:
-    responses = pd.DataFrame(read_zipped_rows(path)).astype(dict.fromkeys(PLACE, str))
-    problems = responses.groupby([*PLACE, "cursor"], sort=False, as_index=False)
-    problems = problems.agg({"prompt": "first", "correct": "mean"})
-    return problems.assign(number=problems.groupby(PLACE).cumcount())
+        evaluations[name] = f"{path.parents[1].name}/{stem}", settings, problems
+    return evaluations
 
 
 def compare(a: Evaluated, b: Evaluated) -> list[str]:
@@ -62,39 +50,43 @@ def compare(a: Evaluated, b: Evaluated) -> list[str]:
     each may name it differently. Raises ValueError where no problem is shared. The lines are safe
     to print.
     """
-    single = all(of.problems["source"].nunique() == 1 for of in (a, b))
-    both = a.problems.merge(b.problems, on=[*PLACE[single:], "number"], suffixes=("", "_b"))
+    (label_a, settings_a, problems_a), (label_b, settings_b, problems_b) = a, b
+    single = all(of["source"].nunique() == 1 for of in (problems_a, problems_b))
+    both = problems_a.merge(problems_b, on=[*PLACE[single:], "number"], suffixes=("", "_b"))
     if both.empty:
-        raise ValueError(f"{a.label} and {b.label} have no problem in common (source, row, answer)")
-    both = both.assign(gain=both["correct_b"] - both["correct"])
+        raise ValueError(f"{label_a} and {label_b} have no problem in common (source, row, answer)")
+    both["gain"] = both["correct_b"] - both["correct"]
     both = both.sort_values("gain", ascending=False, kind="stable")
-    (of_a, of_b), found = both[["correct", "correct_b"]].mean(), paired_share_interval(both["gain"])
-    P, better, worse = len(both), (both["gain"] > 0).sum(), (both["gain"] < 0).sum()
-    alone = len(a.problems) + len(b.problems) - 2 * P
+    (mean_a, mean_b), gain = both[["correct", "correct_b"]].mean(), both["gain"]
+    interval = paired_share_interval(gain)
+    P, better, worse = len(both), (gain > 0).sum(), (gain < 0).sum()
+    alone = len(problems_a) + len(problems_b) - 2 * P
     moved = [both.head(min(better, SHOWN_PROBLEMS)), both.tail(min(worse, SHOWN_PROBLEMS))]
-    lines = [f"a: {a.label}", f"b: {b.label}"]
-    for key in {**a.settings, **b.settings}:
-        if a.settings.get(key) != b.settings.get(key):
-            lines.append(f"   {key}: a {a.settings.get(key)}, b {b.settings.get(key)}")
+    lines = [f"a: {label_a}", f"b: {label_b}"]
+    for key in {**settings_a, **settings_b}:
+        if settings_a.get(key) != settings_b.get(key):
+            lines.append(f"   {key}: a {settings_a.get(key)}, b {settings_b.get(key)}")
     lines += [
-        f"mean over {P} problems: a {of_a:.1%}, b {of_b:.1%}, b - a {100 * found.difference:+.1f} "
-        f"points [{100 * found.low:+.1f}, {100 * found.high:+.1f}] (95 %, paired by problem)",
+        f"mean over {P} problems: a {mean_a:.1%}, b {mean_b:.1%}, b - a {100 * gain.mean():+.1f} "
+        f"points [{100 * interval.low:+.1f}, {100 * interval.high:+.1f}] (95 %, paired by problem)",
         f"b is better on {better}, equal on {P - better - worse}, worse on {worse}; {alone} "
         "problems are in one of them alone, and left out",
     ]
-    for it in pd.concat(moved).itertuples():
-        text = shortened(" ".join(problem_of(it.prompt).split()), limit=SHOWN_CHARACTERS)
-        shares = f"{it.correct:6.1%} -> {it.correct_b:6.1%}  {100 * it.gain:+6.1f}"
-        lines.append(f"  {shares}  " + f"{it.source} row {it.row}: {text}".strip())
+    for problem in pd.concat(moved).itertuples():
+        text = shortened(" ".join(problem_of(problem.prompt).split()), limit=SHOWN_CHARACTERS)
+        shares = f"{problem.correct:6.1%} -> {problem.correct_b:6.1%}  {100 * problem.gain:+6.1f}"
+        lines.append(f"  {shares}  " + f"{problem.source} row {problem.row}: {text}".strip())
     return [printable_lines(line) for line in lines]
 
 
 def compared(paths: Sequence[str | pathlib.Path]) -> list[str]:
     """Compares results with the first of their set, line by line; ValueError without any pair."""
     first: dict[str, Evaluated] = {}
-    found = [evaluated for path in paths for evaluated in read(path)]
-    others = [of for of in found if first.setdefault(of.name, of) is not of]
-    if not others:
+    lines: list[str] = []
+    for name, evaluated in itertools.chain(*(read(path).items() for path in paths)):
+        if first.setdefault(name, evaluated) is not evaluated:
+            lines += compare(first[name], evaluated)
+    if not lines:
         names = ", ".join(first)
         raise ValueError(f"--evaluation: nothing is compared: of {names} there is one result each")
-    return [line for of in others for line in compare(first[of.name], of)]
+    return lines

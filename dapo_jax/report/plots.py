@@ -1,7 +1,6 @@
 """Figures of one run or of several: the curves over the steps, and accuracy at equal budgets.
 
-A line is an arm: the mean over its seeds, with a band from the lowest to the highest seed. A run
-without an arm is an arm of its own.
+A line is an arm: the mean over its seeds, with a band from the lowest to the highest seed.
 """
 
 import collections
@@ -52,12 +51,12 @@ def panels(runs: Mapping[str, Run]) -> list[Panel]:
     least = min(2, max(len(run.rows) for run in runs.values()))  # one step has points alone
     drawn = [curve for curve in curves if _most_points(runs, curve[-1]) >= least]
     named, here = (collections.Counter(title for title, *_ in part) for part in (curves, drawn))
-    found: dict[str, Panel] = {}
+    by_title: dict[str, Panel] = {}
     for title, unit, name, key in drawn:
         if named[title] > 1 and (here[title] == 1 or len(arms_of(runs)) > 1):
             title = f"{title}: {name}"
-        found.setdefault(title, Panel(title, unit, {})).curves[name] = key
-    return list(found.values())
+        by_title.setdefault(title, Panel(title, unit, {})).curves[name] = key
+    return list(by_title.values())
 
 
 def _most_points(runs: Mapping[str, Run], key: str) -> int:
