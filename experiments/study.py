@@ -15,21 +15,27 @@ import importlib
 import itertools
 import json
 import math
-import operator
 import pathlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
+import pandas as pd
 from absl import app, flags
 
 from configs.base import KEYS
-from dapo_jax.logs.files import write_file
-from dapo_jax.logs.metrics import METRICS, TASK, Metric, score_metric
+from configs.compare import as_json
+from dapo_jax.logs.files import json_line, write_file
+from dapo_jax.logs.metrics import METRICS, score_metric
 from dapo_jax.report import compare, plots, statistics
-from dapo_jax.report.compare import Quantity, numbers
-from dapo_jax.report.rows import read_rows_file, write_rows
-from dapo_jax.report.runs import Run, by_arm, commit_text, flatten, sweep_label
+from dapo_jax.report.compare import Quantity
+from dapo_jax.report.runs import (
+    Run,
+    commit_text,
+    flatten,
+    read_rows_file,
+    sweep_label,
+    write_rows,
+)
 from dapo_jax.sweep import plan as plans
 from dapo_jax.sweep.__main__ import sweep
 
@@ -64,7 +70,6 @@ CLIPPED = tuple(
     compare.mean(f"clipped {bound}, %", f"clip_fraction/{bound}", scale=100, form="{:.2f}")
     for bound in ("high", "low")
 )
-ALPHA = 1 - statistics.CONFIDENCE
 table = functools.partial(compare.table, aligned=False)  # of a page
 HOW_TO_READ = "[how to read it](../README.md#how-to-read-a-result)"
 
@@ -118,16 +123,10 @@ class Study:
         settings, and the keys in which the arms differ. A key that is newer than a run has its
         default.
         """
-        configs = {
-            arm: flatten(json.loads(config.to_json_best_effort()))
-            for arm, config in self.plan().configs.items()
-        }
-        one, *rest = configs.values()
-        varied = {key for of in rest for key in {**one, **of} if one.get(key) != of.get(key)}
-
-        def is_asked(key: str) -> bool:
-            return key in varied or any(f"{key}.".startswith(f"{set_}.") for set_ in self.settings)
-
+        configs = {arm: flatten(as_json(config)) for arm, config in self.plan().configs.items()}
+        first, *others = configs.values()
+        varied = {key for of in others for key in {**first, **of} if first.get(key) != of.get(key)}
+        asked = tuple(f"{key}." for key in {*varied, *self.settings})
         kept, missing = {}, []
         for arm, seed in itertools.product(self.arms, self.seeds):
             label, wanted = sweep_label(arm, seed), configs[arm]
@@ -135,13 +134,12 @@ class Study:
                 missing.append(f"{label} has not been run")
                 continue
             run, here = runs[label], DEFAULTS | runs[label].config
-            keys = filter(is_asked, {**wanted, **here})
+            keys = [key for key in {**wanted, **here} if f"{key}.".startswith(asked)]
             other = [key for key in keys if here.get(key) != wanted.get(key)]
-            steps = [row["step"] for row in run.rows]
             if other:
                 missing.append(f"{label} is of another config ({', '.join(other)})")
-            elif steps != list(range(wanted["num_steps"])):
-                missing.append(f"{label} has {len(steps)} of {wanted['num_steps']} steps")
+            elif [*run.rows.index] != [*range(wanted["num_steps"])]:
+                missing.append(f"{label} has {len(run.rows)} of {wanted['num_steps']} steps")
             else:
                 kept[label] = run
         return kept, missing
@@ -162,76 +160,63 @@ def load(name: str):
 def result(study: Study, runs: Mapping[str, Run]) -> str:
     """The study's tables as Markdown: each arm's quantities, each claim with its interval."""
     kept, missing = study.finished(runs)
-    arms = by_arm(kept)
-    lines = [f"# {study.title}", ""]
-    if missing:
-        lines += [f"Missing: {'; '.join(missing)}.", ""]
-    lines += _means(study, arms, kept)
-    seeds, claims = len(study.seeds), [*study.claims, *study.post_hoc]
-    p_N, n = [_p(claim, arms, seeds) for claim in claims], len(study.claims)
+    claims, n = [*study.claims, *study.post_hoc], len(study.claims)
+    tested = compare.measured(list(dict.fromkeys(claim.quantity for claim in claims)), kept)
+    p_N = [_p(claim, tested, study.seeds) for claim in claims]
     held_N = [*statistics.holm(p_N[:n]), *statistics.holm(p_N)[n:]]
     words = [("confirmed", "refuted")] * n
     words += [("significant", "significant, reversed")] * len(study.post_hoc)
-    rows = [_judged(*claim, arms) for claim in zip(claims, held_N, words, strict=True)]
+    rows = [_judged(*claim, tested) for claim in zip(claims, held_N, words, strict=True)]
+    lines = [f"# {study.title}", ""]
+    if missing:
+        lines += [f"Missing: {'; '.join(missing)}.", ""]
+    lines += _means(study, kept)
     heads = ["difference, paired by seed", "p, Holm", "verdict"]
     for head, part in (("prediction", rows[:n]), ("post hoc", rows[n:])):
+        for above, row in reversed([*itertools.pairwise(part)]):
+            row[0] = "" if row[0] == above[0] else row[0]
         if part:
-            lines += ["", *table(["quantity", head, *heads], said_once(part))]
+            lines += ["", *table(["quantity", head, *heads], part)]
     return "\n".join([*lines, "", _origin(kept), ""])
 
 
-def _means(
-    study: Study, arms: Mapping[str, Mapping[int, Run]], runs: Mapping[str, Run]
-) -> list[str]:
+def _means(study: Study, runs: Mapping[str, Run]) -> list[str]:
     """Lines: a row for each quantity, a column for each arm; at last what all arms have alike."""
-    names = {quantity.name for quantity in study.quantities}
-    given = [quantity for quantity in compare.WORK if quantity.name not in names]
-    rows = [
-        [q.name, *(compare.spread_text(q, of_seed) for of_seed in arms.values())]
-        for q in (*study.quantities, *compare.known(given, runs))
-    ]
-    alike = [f"{name} {one}" for name, one, *more in rows if more and set(more) == {one}]
-    varied = [row for row in rows if not row[2:] or set(row[2:]) != {row[1]}]
-    counts = {arm: len(of_seed) for arm, of_seed in arms.items()}
+    values = compare.measured(study.quantities, runs)
+    work = compare.measured(compare.WORK, runs).dropna(axis="columns", how="all")
+    names = {quantity.name for quantity in values}
+    cells = compare.spreads(values.join(work[[it for it in work if it.name not in names]])).T
+    is_alike = (cells.nunique(axis="columns") == 1) & (len(cells.columns) > 1)
+    counts = collections.Counter(run.arm for run in runs.values())
     heads = [arm if n == len(study.seeds) else f"{arm} ({n} seeds)" for arm, n in counts.items()]
-    said = f"Mean ± standard deviation over {len(study.seeds)} seeds; {HOW_TO_READ}."
-    lines = [said, "", *table(["", *heads], varied)]
+    rows = [[quantity.name, *texts] for quantity, *texts in cells[~is_alike].itertuples()]
+    alike = [f"{quantity.name} {text}" for quantity, text, *_ in cells[is_alike].itertuples()]
+    lines = [f"Mean ± standard deviation over {len(study.seeds)} seeds; {HOW_TO_READ}.", ""]
+    lines += table(["", *heads], rows)
     return lines + ["", f"In every arm: {', '.join(alike)}."] * bool(alike)
 
 
-def said_once(rows: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Leaves a row's first cell empty where it repeats that of the row before."""
-    above = [None, *(first for first, *_ in rows[:-1])]
-    return [
-        ["" if row[0] == before else row[0], *row[1:]]
-        for before, row in zip(above, rows, strict=True)
-    ]
-
-
-def _p(claim: Claim, arms: Mapping[str, Mapping[int, Run]], seeds: int) -> float:
+def _p(claim: Claim, values: pd.DataFrame, seeds: Sequence[int]) -> float:
     """The p-value by the scatter of the arms that have all seeds; NaN if its own do not."""
-    found = {arm: numbers(claim.quantity, of_arm) for arm, of_arm in arms.items()}
-    whole = [arm for arm, numbers_S in found.items() if len(numbers_S) == seeds]
-    if not {claim.arm, claim.than} <= set(whole):
+    whole = values[claim.quantity].unstack("arm").reindex(seeds).dropna(axis="columns")
+    if not {claim.arm, claim.than} <= {*whole}:
         return math.nan
-    value_AS = np.stack([found[arm] for arm in whole])
-    return statistics.pooled_interval(value_AS, whole.index(claim.arm), whole.index(claim.than)).p
+    return statistics.pooled_interval(whole, claim.arm, claim.than).p
 
 
-def _judged(claim: Claim, p: float, words, arms: Mapping[str, Mapping[int, Run]]) -> list[str]:
+def _judged(claim: Claim, p: float, words: Sequence[str], values: pd.DataFrame) -> list[str]:
     """The cells of a claim, which both tests have to bear out or to speak against.
 
     p: corrected; NaN while a seed is missing. words: for either verdict.
     """
-    _, found = compare.paired(claim.quantity, *(arms.get(a, {}) for a in (claim.arm, claim.than)))
+    _, interval = compare.paired(values, claim.quantity, claim.arm, claim.than)
     verdict = "incomplete" if math.isnan(p) else "not significant"
-    if p < ALPHA and found.excludes_zero:
-        verdict = words[found.difference * claim.sign < 0]
-    difference = compare.signed(claim.quantity, found.difference)
+    if max(p, interval.p) < statistics.ALPHA:
+        verdict = words[interval.difference * claim.sign < 0]
     return [
         claim.quantity.name,
         f"{claim.arm} {'above' if claim.sign > 0 else 'below'} {claim.than}",
-        f"{difference} {compare.interval_text(claim.quantity, found)}",
+        " ".join(claim.quantity.texts(interval)),
         "-" if math.isnan(p) else "< 0.001" if p < 0.001 else f"{p:.3f}",
         verdict,
     ]
@@ -240,32 +225,22 @@ def _judged(claim: Claim, p: float, words, arms: Mapping[str, Mapping[int, Run]]
 def _origin(runs: Mapping[str, Run]) -> str:
     """Names the commits and versions of the rows, and how long the runs took."""
     starts = [start for run in runs.values() for start in run.starts]
-    commits = dict.fromkeys(commit_text(start) for start in starts)
+    commits = dict.fromkeys(map(commit_text, starts))
     jax = dict.fromkeys(start["versions"]["jax"] for start in starts)
-    hours = sum(row.get("seconds/total", 0.0) for run in runs.values() for row in run.rows) / 3600
+    hours = sum(run["seconds/total"].sum() for run in runs.values()) / 3600
     made = f"commit {', '.join(commits)}; JAX {', '.join(jax)}"
     return f"{len(runs)} runs, {hours:.1f} hours of one core in all; {made}."
 
 
-def panels(drawn: Sequence[str]) -> list[plots.Panel]:
-    """A panel for each metric or eval/<set>/<score> of TITLES; KeyError for another key."""
-    metrics, found = {metric.key: metric for metric in METRICS}, []
-    for key in drawn:
-        title = TITLES[key]
-        if key.startswith("eval/"):
-            metric, of = score_metric(key), tuple(key.split("/", 2)[1:])
-        else:
-            metric, of = Metric(key, "", "") if key.startswith(TASK) else metrics[key], key
-        found.append(plots.Panel(title, metric.unit, {title: of}))
-    return found
-
-
 def figure(study: Study, runs: Mapping[str, Run]) -> plots.Figure:
-    """The study's curves."""
+    """The study's curves: a panel for each of them, with its title from TITLES."""
     kept, _ = study.finished(runs)
+    units = {metric.key: metric.unit for metric in METRICS}
+    units |= {key: score_metric(key).unit for key in study.drawn if key.startswith("eval/")}
+    panels = [plots.Panel(TITLES[it], units.get(it, ""), {TITLES[it]: it}) for it in study.drawn]
     seeds = len({run.seed for run in kept.values()})
     title = f"{study.title}\nmeans over {seeds} seeds, bands from the lowest to the highest"
-    return plots.chosen(kept, panels(study.drawn), title=title, over_tokens=study.over_tokens)
+    return plots.chosen(kept, panels, title=title, over_tokens=study.over_tokens)
 
 
 def add_rows(study: Study, made: pathlib.Path, folder: pathlib.Path) -> None:
@@ -280,42 +255,19 @@ def look_into(
     file: pathlib.Path,
     measure: Callable[[pathlib.Path], list[dict]],
     measures: Sequence[tuple[str, str, str]],
-    arms: Sequence[str],
-    compared: Sequence[tuple[str, str]],
+    pairs: Sequence[tuple[str, str]],
 ) -> None:
     """Prints tables of a file's rows; with --workdir, measures them there first.
 
     measures: (key, title, format) of a row's numbers, beside its "arm" and "seed". The tables are
-    the arms' means over the seeds, and the differences of the compared arms, paired by seed.
+    the arms' means over the seeds, and the differences of pairs of arms, paired by seed.
     """
     if flags.FLAGS.workdir:
-        write_lines(file, measure(pathlib.Path(flags.FLAGS.workdir)))
-    quantities = [Quantity(title, operator.itemgetter(key), form) for key, title, form in measures]
-    of_arm, names = collections.defaultdict(dict), [quantity.name for quantity in quantities]
-    for row in read_lines(file):
-        of_arm[row["arm"]][row["seed"]] = row
-
-    def difference(quantity: Quantity, *pair: str) -> str:
-        shared, found = compare.paired(quantity, *(of_arm[arm] for arm in pair))
-        bounds = compare.interval_text(quantity, found)
-        return f"{compare.signed(quantity, found.difference)} {bounds}" if shared else "-"
-
-    means = [[arm, *(compare.spread_text(it, of_arm[arm]) for it in quantities)] for arm in arms]
-    differences = [
-        [" - ".join(pair), *(difference(it, *pair) for it in quantities)] for pair in compared
-    ]
-    tables = (("arm", means), ("difference", differences))
-    print("\n\n".join("\n".join(compare.table([head, *names], rows)) for head, rows in tables))
-
-
-def read_lines(file: pathlib.Path) -> list[dict]:
-    """Reads rows, one a line of JSON."""
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
-def write_lines(file: pathlib.Path, rows: Sequence[dict]) -> None:
-    """Writes rows as `read_lines` reads them."""
-    write_file(file, "".join(json.dumps(row) + "\n" for row in rows).encode())
+        write_file(file, b"".join(map(json_line, measure(pathlib.Path(flags.FLAGS.workdir)))))
+    rows = pd.read_json(file, lines=True, precise_float=True).set_index(["arm", "seed"])
+    values = pd.DataFrame({Quantity(title, float, form): rows[k] for k, title, form in measures})
+    tables = [compare.means(values, {}), *compare.differences(values, pairs)]
+    print("\n".join(compare.lines_of(tables)))
 
 
 def main(argv: Sequence[str]) -> None:

@@ -239,8 +239,8 @@ unused_tokens dapo_jax/logs/metrics.py rollout
 - 1 - s.rollouts.kept_tokens / max(s.spent_tokens, 1)
 + 1 - s.rollouts.kept_tokens / max(s.stats.sampled_tokens, 1)
 seeds_unpaired dapo_jax/report/compare.py report sweep
-- [b for _, b in pairs])
-+ [b for _, b in reversed(pairs)])
+- d_S = of_arm[arm] - of_arm[than]
++ d_S = of_arm[arm] - of_arm[than].to_numpy()[::-1]
 environment_shares_row dapo_jax/tasks/environments.py environments
 - columns = self._outside(lambda: copy.deepcopy(columns))
 + columns = {**columns}

@@ -1,13 +1,12 @@
 """Evaluations: intervals over problems, and comparisons problem by problem."""
 
-import gzip
-import json
-
 import numpy as np
+import pandas as pd
 import pytest
 from scipy.special import stdtrit
 
 from dapo_jax.evaluation import share_interval
+from dapo_jax.logs.files import write_json, write_zipped_rows
 from dapo_jax.report import evaluations
 from dapo_jax.report.__main__ import main
 from dapo_jax.report.statistics import Interval, paired_interval, paired_share_interval
@@ -33,7 +32,7 @@ def test_the_interval_of_equal_shares_is_no_point():
     low, high = share_interval([0.5] * 30, samples=60)  # as wide as 60 coins', t in place of z
     assert high - low == pytest.approx(0.256, abs=1e-3)
     assert share_interval([0.5], samples=2) == (0.0, 1.0)
-    same = paired_share_interval([0.0] * 30, [0.0] * 30)
+    same = paired_share_interval(pd.Series([0.0] * 30))
     assert same.difference == 0 and same.p == 1
     assert same.high == -same.low == pytest.approx(stdtrit(29, 0.975) * 2**0.5 / 30)
 
@@ -50,14 +49,15 @@ def test_intervals_cover_hard_and_easy_sets(P, k, a, b, gain):
 
     On large sets the intervals may be wider than Student's by no more than 2 and 1 %.
     """
-    rng, hits, wider, zero_P = np.random.default_rng(0), np.zeros(2), np.zeros((2, 2)), np.zeros(P)
+    rng, hits, wider = np.random.default_rng(0), np.zeros(2), np.zeros((2, 2))
     true = 1 - np.mean((1 - rng.beta(a, b, 10**6)) ** gain) - a / (a + b)
     for _ in range(1_000):
         p_P = rng.beta(a, b, P)
         one_P, other_P = (rng.binomial(k, q_P) / k for q_P in (p_P, 1 - (1 - p_P) ** gain))
         of_mean = Interval(one_P.mean(), *share_interval(one_P, samples=P * k))
-        of_difference = paired_share_interval(other_P, one_P)
-        students = paired_interval(one_P, zero_P), paired_interval(other_P, one_P)
+        d_P = pd.Series(other_P - one_P)
+        of_difference = paired_share_interval(d_P)
+        students = paired_interval(pd.Series(one_P)), paired_interval(d_P)
         assert 0 <= of_mean.low <= one_P.mean() <= of_mean.high <= 1
         ours = of_mean, of_difference
         hits += [it.low <= to <= it.high for it, to in zip(ours, (a / (a + b), true), strict=True)]
@@ -68,19 +68,19 @@ def test_intervals_cover_hard_and_easy_sets(P, k, a, b, gain):
 
 def write(folder, correct_PK, *, places=None, prompt="{row} + 0?", **settings):
     """An evaluation of a set "sums" as `evaluate` writes it; places: source, row and answer."""
-    (folder / "eval").mkdir(parents=True)
     path = folder / "eval" / "0.sums.t1.json"
+    path.parent.mkdir(parents=True)
     scores = {"mean@2": float(np.mean(correct_PK)), "problems": len(correct_PK)}
-    document = {"step": 0, "sets": {"sums": scores}, "label": "t1", "settings": {"sums": settings}}
-    path.write_text(json.dumps(document))
+    document = {"step": 0, "sets": {"sums": scores}, "label": "t1"}
+    write_json(path, document | {"settings": {"sums": settings}})
     places = places or [("", row, row) for row in range(len(correct_PK))]
-    with gzip.open(path.with_suffix(".jsonl.gz"), "wt") as file:
-        rows = zip(places, correct_PK, strict=True)
-        for cursor, ((source, row, answer), correct_K) in enumerate(rows):
-            line = {"cursor": cursor, "source": source, "row": row, "ground_truth": str(answer)}
-            line |= {"prompt": prompt.format(row=row)}
-            for k, correct in enumerate(correct_K):
-                file.write(json.dumps(line | {"sample": k, "correct": bool(correct)}) + "\n")
+    responses = [
+        {"cursor": cursor, "source": source, "row": row, "ground_truth": str(answer)}
+        | {"prompt": prompt.format(row=row), "sample": k, "correct": bool(correct)}
+        for cursor, (source, row, answer) in enumerate(places)
+        for k, correct in enumerate(correct_PK[cursor])
+    ]
+    write_zipped_rows(path.with_suffix(".jsonl.gz"), responses)
     return path
 
 

@@ -143,8 +143,8 @@ def test_an_evaluation_overwrites_neither_trainings_nor_anothers(tmp_path):
     assert one.name.startswith("60.arithmetic.t0.6_p0.95_k8_dapo_s0.")
     assert other.name.startswith("60.arithmetic.t0.6_p0.95_k8_n16_dapo_s0.")
     (tmp_path / "eval" / "notes.json").write_text("[]")  # somebody's own
-    found = load_run(tmp_path).evaluations
-    assert len(found) == 5 and found["arithmetic", "mean@8"] == {60: 0.25}
+    found = load_run(tmp_path).scores
+    assert found.shape == (1, 5) and found["eval/arithmetic/mean@8"][60] == 0.25
 
 
 def test_evaluate_compares_the_policy_with_the_runs(monkeypatch):

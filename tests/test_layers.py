@@ -111,7 +111,7 @@ def test_what_is_forbidden_is_found(module, source, fault):
 IMPORTS = """
 import importlib, sys
 import dapo_jax.train
-unneeded = {"dapo_jax.report", "matplotlib", "jinja2"} & {*sys.modules}
+unneeded = {"dapo_jax.report", "matplotlib", "jinja2", "pandas"} & {*sys.modules}
 assert not unneeded, f"a start of training loads {unneeded}"
 from absl import flags, logging
 common = set(flags.FLAGS)

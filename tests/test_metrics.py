@@ -15,7 +15,8 @@ from dapo_jax.logs.files import append_line, append_log, begin_rows, json_line, 
 from dapo_jax.logs.metrics import METRICS, Metric, Step, score_metric, step_row
 from dapo_jax.printable import printable, printable_lines
 from dapo_jax.report import compare, plots
-from dapo_jax.report.runs import load_run, summary_lines
+from dapo_jax.report.runs import load_run
+from dapo_jax.report.summary import summary_lines
 from dapo_jax.types import Group, Prompt, Response, Rollouts, RolloutStats, Status, Verdict
 
 ROW = {"step": 12, "reward/mean": -0.25, "accuracy/mean": 0.375, "response_tokens/mean": 45.25}
@@ -157,10 +158,11 @@ def test_a_new_metric_is_one_row_of_the_table(tmp_path, capsys):
     row = Metric(*of_row, lambda step: np.quantile(step.rollouts.length_PG, 0.9), **shown)
     METRICS.append(row)
     try:
-        (tmp_path / "metrics.jsonl").write_bytes(json_line(step_row(_step())))
+        step = step_row(_step())
+        (tmp_path / "metrics.jsonl").write_bytes(json_line(step))
         run = load_run(tmp_path)
-        assert run.rows[0]["response_tokens/p90"] == 10.0
-        assert "  p90  10.0  " in _plain(lambda display: display.step(run.rows[0]), capsys)
+        assert [*run["response_tokens/p90"]] == [10.0]
+        assert "  p90  10.0  " in _plain(lambda display: display.step(step), capsys)
         summary = "\n".join(" ".join(line.split()) for line in summary_lines(run))
         assert "90th percentile 10.0 -> 10.0" in summary
         titles = [ax.get_title(loc="left") for ax in plots.curves({"run": run}).axes]
@@ -179,6 +181,7 @@ def test_a_metric_from_outside_is_in_the_file_the_curves_and_the_tables(tmp_path
     (tmp_path / "metrics.jsonl").write_bytes(json_line(row) + json_line(row | {"step": 13}))
     runs = {"run": load_run(tmp_path)}
     assert {"reward spread", "own ratio"} <= {panel.title for panel in plots.panels(runs)}
+    assert any(line.startswith("reward spread ") for line in summary_lines(runs["run"]))
     ((_, heads, (cells,)),), _ = compare.tables(runs)
     found = dict(zip(heads, cells, strict=True))
     assert (found["reward spread"], found["own ratio"]) == ("1", "1.5")

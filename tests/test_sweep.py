@@ -1,6 +1,5 @@
 """Sweeps: rows that are kept, plans, points run and stopped, and what seeds say of a difference."""
 
-import dataclasses
 import json
 import math
 import os
@@ -10,41 +9,48 @@ import sys
 import threading
 
 import numpy as np
+import pandas as pd
 import pytest
 from ml_collections import ConfigDict
 from processes import ran, wait_for
 from scipy import stats
 
-from dapo_jax.logs.files import locked
-from dapo_jax.report import statistics
+from dapo_jax.logs.files import locked, read_zipped_rows
 from dapo_jax.report.compare import markdown
-from dapo_jax.report.rows import read_rows_file, write_rows
-from dapo_jax.report.runs import Run
+from dapo_jax.report.runs import Run, read_rows_file, write_rows
+from dapo_jax.report.statistics import Interval, paired_interval, pooled_interval
 from dapo_jax.sweep import plan as plans
 from dapo_jax.sweep.__main__ import sweep
 from dapo_jax.sweep.runner import Runner, environment, share
 
 
 def test_rows_come_back_rounded_without_the_machines_paths(tmp_path):
-    row = {"sampled_tokens_total": 1000, "accuracy/mean": 0.1234567890123}
+    row = {"sampled_tokens_total": 1_234_567, "accuracy/mean": 0.1234567890123, "kl": None}
     row |= {"engine/occupancy": 0.9, "seconds_in_rollout/host": 0.1, "eval/held_out/mean@8": 0.5}
-    kept = {"sampled_tokens_total": 1000, "accuracy/mean": 0.123457, "engine/occupancy": 0.9}
+    kept = {"sampled_tokens_total": [1_234_567] * 2, "accuracy/mean": [0.123457] * 2}
+    kept |= {"engine/occupancy": [0.9] * 2, "step": [0, 1], "entropy": [0.5, None]}
+    start = {"time": "2025-01-02", "commit": "f" * 40}
     run = Run(
         rows=[row | {"step": step, "entropy": [0.5, None][step]} for step in range(2)],
-        evaluations={("held_out", "mean@8"): {0: 0.25, 3: 1 / 3}},
-        config={"seed": 0, "model.path": "/home/me/base", "data": ["/x/q", "</s>", "gs://b/c"]},
-        starts=[{"time": "2025-01-02", "commit": "f" * 40, "host": "somewhere", "pid": 12}],
+        scores={"eval/held_out/mean@8": {3: 1 / 3, 0: 0.25}},
+        config={"seed": 0, "model.path": "/home/me/base", "data": "gs://b/c", "stop": ["</s>"]},
+        starts=[start | {"host": "somewhere", "pid": 12}],
         arm="a",
     )
     path = tmp_path / "rows.jsonl.gz"
-    write_rows(path, {"x": run, "plain": dataclasses.replace(run, arm="")})
+    write_rows(path, {"x": run})
+    assert list(read_zipped_rows(path)) == [
+        {
+            "arm": "a",
+            "seed": 0,
+            "config": {"seed": 0, "model.path": "base", "data": "gs://b/c", "stop": ["</s>"]},
+            "starts": [start],
+            "evaluations": {"held_out": {"mean@8": {"0": 0.25, "3": 0.333333}}},
+            "metrics": kept,
+        }
+    ]
     runs = read_rows_file(path)
-    assert list(runs) == ["a/seed_0", "plain/seed_0"]
-    found = runs["a/seed_0"]
-    assert found.rows == [kept | {"step": 0, "entropy": 0.5}, kept | {"step": 1}]
-    assert found.evaluations == {("held_out", "mean@8"): {0: 0.25, 3: 0.333333}}
-    assert found.config == {"seed": 0, "model.path": "base", "data": ["q", "</s>", "gs://b/c"]}
-    assert found.starts == [{"time": "2025-01-02", "commit": "f" * 40}]
+    assert list(runs) == ["a/seed_0"]
     before = path.read_bytes()
     write_rows(path, runs)
     assert path.read_bytes() == before, "what was read is written as it was"
@@ -55,31 +61,33 @@ def test_intervals_and_p_values_are_scipys():
     for n in (2, 5, 9, 30):
         a_S = rng.normal(1.0, 2.0, n)
         c_S = a_S + rng.normal(0.1, 0.3, n)
-        ours, theirs = statistics.paired_interval(a_S, c_S), stats.ttest_rel(a_S, c_S)
+        ours, theirs = paired_interval(pd.Series(a_S - c_S)), stats.ttest_rel(a_S, c_S)
         bounds = theirs.confidence_interval(0.95)
         assert (ours.low, ours.high) == pytest.approx((bounds.low, bounds.high), rel=1e-9)
         assert ours.p == pytest.approx(theirs.pvalue, rel=1e-9)
-        assert ours.excludes_zero == (ours.p < 0.05)
-    assert statistics.paired_interval([1.0, 2.0], [1.0, 2.0]) == statistics.Interval(0, 0, 0, 1)
-    assert statistics.paired_interval([2.0, 3.0], [1.0, 2.0]) == statistics.Interval(1, 1, 1, 0)
-    one = statistics.paired_interval([3.0], [1.0])
-    assert one.difference == 2.0 and math.isnan(one.low) and not one.excludes_zero
-    assert math.isnan(statistics.paired_interval([], []).difference)
+    assert paired_interval(pd.Series([0.0, 0.0])) == Interval(0, 0, 0, 1)
+    assert paired_interval(pd.Series([1.0, math.nan, 1.0])) == Interval(1, 1, 1, 0)
+    alone = paired_interval(pd.Series([2.0]))
+    assert alone.difference == 2.0 and math.isnan(alone.low) and math.isnan(alone.p)
+    assert math.isnan(paired_interval(pd.Series([], dtype=float)).difference)
 
 
 def test_the_pooled_interval_has_the_residual_of_all_arms():
     """With two arms it is the paired one; a third, that scatters, widens it."""
-    a_S, b_S = np.array([3.0, 5.0, 4.0, 8.0]), np.array([1.0, 4.0, 2.0, 6.0])
-    two, paired = statistics.pooled_interval([a_S, b_S], 0, 1), statistics.paired_interval(a_S, b_S)
+    value_SA = pd.DataFrame({"a": [3.0, 5.0, 4.0, 8.0], "b": [1.0, 4.0, 2.0, 6.0]})
+    two, paired = (
+        pooled_interval(value_SA, "a", "b"),
+        paired_interval(value_SA["a"] - value_SA["b"]),
+    )
     assert (two.low, two.high, two.p) == pytest.approx((paired.low, paired.high, paired.p))
     # Of two seeds an arm's residuals are half of its slope less the mean slope, up and down.
-    value_AS = np.array([[3.0, 5.0], [1.0, 4.0], [2.0, 0.0]])
+    value_SA = pd.DataFrame({"a": [3.0, 5.0], "b": [1.0, 4.0], "c": [2.0, 0.0]})
     slope_A = np.array([2.0, 3.0, -2.0]) - 1.0  # each arm's rise less the mean's
     sd = math.sqrt((slope_A**2 / 2).sum() / 2)
-    three = statistics.pooled_interval(value_AS, 0, 2)
+    three = pooled_interval(value_SA, "a", "c")
     assert three.difference == 3.0
     assert three.high - 3.0 == pytest.approx(stats.t.ppf(0.975, 2) * sd)
-    assert math.isnan(statistics.pooled_interval([[1.0], [2.0]], 0, 1).low)
+    assert math.isnan(pooled_interval(value_SA.head(1), "a", "b").low)
 
 
 def _plan(*, grid=(), named=(), seeds="2", common=(), config="configs/tiny.py", start=""):
@@ -278,5 +286,5 @@ def test_arms_of_a_real_sweep_share_prompts_and_samples(tmp_path):
     assert "Differences from eps_high=0.2" in ran(*command).stdout
     runs = read_rows_file(folder / "rows.jsonl.gz")
     assert [len(run.rows) for run in runs.values()] == [1, 1]
-    (a, b) = (run.rows[0]["response_tokens/mean"] for run in runs.values())
+    (a, b) = (run["response_tokens/mean"][0] for run in runs.values())
     assert a == b

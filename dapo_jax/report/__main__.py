@@ -18,9 +18,9 @@ from collections.abc import Mapping, Sequence
 
 from dapo_jax.logs.files import write_file
 from dapo_jax.process.failures import explain
-from dapo_jax.report import compare, evaluations, page, plots, runs
-from dapo_jax.report.rows import read_rows_file
-from dapo_jax.report.runs import Run
+from dapo_jax.report import compare, evaluations, page, plots
+from dapo_jax.report.runs import Run, load_run, load_sweep, read_rows_file
+from dapo_jax.report.summary import summary_lines
 
 
 def load(paths: Sequence[str | pathlib.Path]) -> dict[str, Run]:
@@ -29,21 +29,23 @@ def load(paths: Sequence[str | pathlib.Path]) -> dict[str, Run]:
     Of several paths, labels and arms begin with the name of the folder, or all of its path where
     two have one name. Raises as `load_run`, `load_sweep` and `read_rows_file` do.
     """
-    found, paths = {}, list(dict.fromkeys(pathlib.Path(path).resolve() for path in paths))
+    runs, paths = {}, list(dict.fromkeys(pathlib.Path(path).resolve() for path in paths))
     folders = [path.parent if path.is_file() else path for path in paths]
     names = [folder.name for folder in folders]
     for path, folder in zip(paths, folders, strict=True):
         name = folder.name if names.count(folder.name) == 1 else str(path)
-        is_sweep = (path / "sweep.json").is_file()
-        if not is_sweep and not path.is_file():
-            found[name] = runs.load_run(path)
-            continue
-        for label, run in (runs.load_sweep if is_sweep else read_rows_file)(path).items():
-            part = f"{name}: " if len(paths) > 1 else ""
-            found[part + label] = dataclasses.replace(run, arm=part + run.arm)
-    if not found:
+        part = f"{name}: " if len(paths) > 1 else ""
+        if path.is_file():
+            of_path = read_rows_file(path)
+        elif (path / "sweep.json").is_file():
+            of_path = load_sweep(path)
+        else:
+            part, of_path = name, {"": load_run(path)}
+        for label, run in of_path.items():
+            runs[part + label] = dataclasses.replace(run, arm=part + run.arm)
+    if not runs:
         raise ValueError(f"{', '.join(map(str, paths))}: no run has a finished step")
-    return found
+    return runs
 
 
 def write_report(
@@ -82,7 +84,7 @@ def main() -> None:
             if len(loaded) > 1:
                 print(compare.markdown(loaded, baseline=given.baseline, title=folder.name))
             else:
-                print("\n".join(runs.summary_lines(*loaded.values())))
+                print("\n".join(summary_lines(*loaded.values())))
             folder /= "compared" if len(set(given.workdir)) > 1 else ""
             print(f"page: {write_report(folder, loaded, baseline=given.baseline)}")
     except (EOFError, OSError, ValueError) as error:

@@ -1,19 +1,18 @@
-"""Arms compared over seeds: one number a run, means and spreads, differences from one arm."""
+"""Arms compared over seeds: one number a run, means and spreads, differences of arms."""
 
-import csv
 import dataclasses
 import functools
-import io
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+import pandas as pd
 
 from dapo_jax.report import statistics
-from dapo_jax.report.runs import Run, by_arm, column, complete, mean_scores, own_metrics
+from dapo_jax.report.runs import TOKENS, Run, arms_of, complete, mean_scores, own_metrics
+from dapo_jax.report.statistics import Interval
 
-TOKENS = "sampled_tokens_total"  # of a row
 METHOD = f"""\
 Means over a run's last {statistics.LAST_ROWS} steps, or its last third where that is shorter;
 "clipped high" over all steps; evaluations after the last step. Differences are of runs of one seed,
@@ -29,16 +28,25 @@ class Quantity:
     value: Callable[[Run], float]
     form: str = "{:z.1f}"
 
+    def texts(self, interval: Interval) -> tuple[str, str]:
+        """A difference and its bounds, with their signs; '-' for what is NaN."""
+        form = self.form.replace("{:", "{:+")
+        difference, *bounds = map(form.format, (interval.difference, interval.low, interval.high))
+        return (
+            "-" if math.isnan(interval.difference) else difference,
+            "-" if math.isnan(interval.low) else f"[{', '.join(bounds)}]",
+        )
+
 
 def averaged(
     average: Callable, name: str, key: str, *, scale: float = 1.0, form: str = "{:z.1f}"
 ) -> Quantity:
     """Returns the average of a metric over a run's rows, times a scale."""
-    return Quantity(name, lambda run: scale * average(column(run.rows, key)), form)
+    return Quantity(name, lambda run: scale * average(run[key]), form)
 
 
 last = functools.partial(averaged, statistics.last_mean)
-mean = functools.partial(averaged, statistics.nan_mean)
+mean = functools.partial(averaged, pd.Series.mean)
 
 
 def accuracy_over(budget_tokens: int) -> Quantity:
@@ -48,13 +56,10 @@ def accuracy_over(budget_tokens: int) -> Quantity:
     """
 
     def value(run: Run) -> float:
-        spent = column(run.rows, TOKENS)
-        if spent[-1] < budget_tokens:
+        if run[TOKENS].iloc[-1] < budget_tokens:
             return math.nan
-        tokens = np.diff(np.minimum(spent, budget_tokens), prepend=0.0)
-        counts = tokens > 0
-        accuracy = column(run.rows, "accuracy/mean")[counts]
-        return 100 * float(np.average(accuracy, weights=tokens[counts]))
+        tokens = np.diff(run[TOKENS].clip(upper=budget_tokens), prepend=0.0)
+        return 100 * np.average(run["accuracy/mean"], weights=tokens)
 
     return Quantity(f"accuracy, mean of the first {budget_tokens // 1000} k tokens, %", value)
 
@@ -63,20 +68,20 @@ def final_score(name: str, score: str) -> Quantity:
     """Percent of a score after a run's last step; NaN where that was not evaluated."""
 
     def value(run: Run) -> float:
-        return 100 * run.evaluations.get((name, score), {}).get(run.finished_steps, math.nan)
+        return 100 * run[f"eval/{name}/{score}"].get(run.finished_steps, math.nan)
 
     return Quantity(f"{name} {score}, %", value)
 
 
-def nonzero_updates(run: Run) -> float:
-    """Counts the updates that changed the weights; NaN where the rows do not."""
-    return np.sum(column(run.rows, "updates") - column(run.rows, "updates_zero_gradient"))
-
-
+whole = functools.partial(pd.Series.sum, skipna=False)  # NaN where a step lacks the number
 WORK = (  # arms of equally many steps may differ in each
-    averaged(lambda values: values[-1] / 1e3, "sampled tokens, thousands", TOKENS, form="{:z.0f}"),
-    Quantity("non-zero updates", nonzero_updates, "{:z.0f}"),
-    averaged(np.sum, "informative groups", "groups/informative", form="{:z.0f}"),
+    Quantity("sampled tokens, thousands", lambda run: run[TOKENS].iloc[-1] / 1e3, "{:z.0f}"),
+    Quantity(
+        "non-zero updates",
+        lambda run: whole(run["updates"] - run["updates_zero_gradient"]),
+        "{:z.0f}",
+    ),
+    Quantity("informative groups", lambda run: whole(run["groups/informative"]), "{:z.0f}"),
 )
 TRAINING = (
     last("train accuracy, %", "accuracy/mean", scale=100),
@@ -89,140 +94,128 @@ TRAINING = (
 )
 
 
-def quantities(runs: Mapping[str, Run]) -> list[Quantity]:
-    """Lists the compared quantities that some run has: mean@k, TRAINING, own metrics."""
-    # A set's name with settings is of `evaluate`.
-    scores = [key for key in mean_scores(runs).values() if " " not in key[0]]
-    own = [last(name, key, form="{:z.4g}") for key, name in own_metrics(runs).items()]
-    return known([*(final_score(*key) for key in scores), *TRAINING, *own], runs)
+def measured(quantities: Sequence[Quantity], runs: Mapping[str, Run]) -> pd.DataFrame:
+    """Returns the quantities of the runs: a column each, a row for each (arm, seed)."""
+    index = [[run.arm for run in runs.values()], [run.seed for run in runs.values()]]
+    values = [[quantity.value(run) for quantity in quantities] for run in runs.values()]
+    names = pd.MultiIndex.from_arrays(index, names=("arm", "seed"))
+    return pd.DataFrame(values, names, quantities, dtype=float)
 
 
-def known(quantities: Sequence[Quantity], runs: Mapping[str, Run]) -> list[Quantity]:
-    """The quantities of which some run has a value."""
-    return [q for q in quantities if any(not math.isnan(q.value(run)) for run in runs.values())]
+def spreads(values: pd.DataFrame) -> pd.DataFrame:
+    """Returns mean ± standard deviation over the seeds, as text: a row an arm, a column a quantity.
+
+    With the number of seeds where some have no value; '-' where none has.
+    """
+
+    def spread(value_S: pd.Series) -> str:
+        if not (n := value_S.count()):
+            return "-"
+        text = " ± ".join(map(value_S.name.form.format, [value_S.mean(), value_S.std()][:n]))
+        return text if n == len(value_S) else f"{text} (of {n})"
+
+    return values.groupby("arm", sort=False).agg(spread)
 
 
-def numbers(quantity: Quantity, of_seed: Mapping[int, Run]) -> np.ndarray:
-    """The quantity of each seed's run, where it is not NaN."""
-    found = np.array([quantity.value(run) for run in of_seed.values()], np.float64)
-    return found[~np.isnan(found)]
-
-
-def spread_text(quantity: Quantity, of_seed: Mapping[int, Run]) -> str:
-    """Mean ± standard deviation over the seeds; with their number where some have no value."""
-    found = numbers(quantity, of_seed)
-    if not len(found):
-        return "-"
-    text = quantity.form.format(found.mean())
-    if len(found) > 1:
-        text += f" ± {quantity.form.format(found.std(ddof=1))}"
-    return text if len(found) == len(of_seed) else f"{text} (of {len(found)})"
-
-
-def signed(quantity: Quantity, value: float) -> str:
-    """The value with its sign; '-' for NaN."""
-    return "-" if math.isnan(value) else quantity.form.replace("{:", "{:+").format(value)
-
-
-def interval_text(quantity: Quantity, interval: statistics.Interval) -> str:
-    """The bounds of an interval; '-' where there were too few values."""
-    if math.isnan(interval.low):
-        return "-"
-    return f"[{signed(quantity, interval.low)}, {signed(quantity, interval.high)}]"
-
-
-def paired(
-    quantity: Quantity, ours: Mapping[int, Run], theirs: Mapping[int, Run]
-) -> tuple[int, statistics.Interval]:
-    """Returns (the number of seeds on which both have it, the interval of ours - theirs there)."""
-    pairs = [(quantity.value(ours[s]), quantity.value(theirs[s])) for s in ours if s in theirs]
-    pairs = [pair for pair in pairs if not math.isnan(sum(pair))]
-    return len(pairs), statistics.paired_interval([a for a, _ in pairs], [b for _, b in pairs])
+def paired(values: pd.DataFrame, quantity: Quantity, arm: str, than: str) -> tuple[int, Interval]:
+    """Returns (the number of seeds on which both have it, the interval of arm - than there)."""
+    of_arm = values[quantity].unstack("arm").reindex(columns=[arm, than])
+    d_S = of_arm[arm] - of_arm[than]
+    return d_S.count(), statistics.paired_interval(d_S)
 
 
 Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # title, heads, rows
+
+
+def means(values: pd.DataFrame, runs: Mapping[str, Run]) -> Table:
+    """Returns the table of the arms' spreads, with the numbers of steps and seeds of each."""
+    seeds, rows = values.groupby("arm").size(), []
+    for arm, *cells in spreads(values).itertuples():
+        steps = sorted({run.finished_steps for run in runs.values() if run.arm == arm})
+        rows.append([arm, ", ".join(map(str, steps)), str(seeds[arm]), *cells])
+    heads = ["arm", "steps", "seeds", *(quantity.name for quantity in values)]
+    return "Mean ± standard deviation over seeds", heads, rows
+
+
+def differences(values: pd.DataFrame, pairs: Sequence[tuple[str, str]]) -> list[Table]:
+    """Returns the table of the differences of pairs of arms; none where no pair shares a seed.
+
+    A difference in which all seeds are equal is called so: nothing is measured there.
+    """
+    rows = []
+    for quantity, (arm, than) in itertools.product(values, pairs):
+        n, interval = paired(values, quantity, arm, than)
+        difference, bounds = quantity.texts(interval)
+        if interval.low == interval.high == 0:
+            bounds = "equal on each seed"
+        elif interval.p < statistics.ALPHA:
+            bounds += " *"
+        if n:
+            rows.append([quantity.name, f"{arm} - {than}", str(n), difference, bounds])
+    heads = ["quantity", "arms", "pairs", "difference", "paired 95 %"]
+    return [("Differences on the same seed", heads, rows)] if rows else []
 
 
 def tables(runs: Mapping[str, Run], *, baseline: str = "") -> tuple[list[Table], list[str]]:
     """(tables of the complete runs, why each other run is left out).
 
     The tables are the arms' means and, of several arms, the differences from the baseline ("": the
-    first arm). A difference in which all seeds are equal is called so: nothing is measured there.
-    Raises ValueError for a baseline that is none of the arms.
+    first arm). Raises ValueError for a baseline that is none of the arms.
     """
-    known_arms, (kept, short) = list(by_arm(runs)), complete(runs)
-    if (baseline := baseline or known_arms[0]) not in known_arms:
-        raise ValueError(f"no arm is called {baseline!r}; there are {', '.join(known_arms)}")
+    arms, (kept, short) = arms_of(runs), complete(runs)
+    if (baseline := baseline or arms[0]) not in arms:
+        raise ValueError(f"no arm is called {baseline!r}; there are {', '.join(arms)}")
     if not kept:
         return [], short
-    kept = since_all_run(kept)
-    arms, compared = by_arm(kept), quantities(kept)
-    means = [
-        [
-            arm,
-            ", ".join(map(str, sorted({run.finished_steps for run in of_seed.values()}))),
-            str(len(of_seed)),
-            *(spread_text(quantity, of_seed) for quantity in compared),
-        ]
-        for arm, of_seed in arms.items()
-    ]
-    heads = ["arm", "steps", "seeds", *(quantity.name for quantity in compared)]
-    found: list[Table] = [("Mean ± standard deviation over seeds", heads, means)]
-    theirs, differences = arms.pop(baseline, {}), []
-    for quantity, (arm, ours) in itertools.product(compared, arms.items()):
-        pairs, interval = paired(quantity, ours, theirs)
-        text = interval_text(quantity, interval) + " *" * interval.excludes_zero
-        if interval.low == interval.high == 0:
-            text = "equal on each seed"
-        difference = signed(quantity, interval.difference)
-        if pairs:
-            differences.append([quantity.name, arm, str(pairs), difference, text])
-    if differences:
-        heads = ["quantity", "arm", "pairs", "difference", "paired 95 %"]
-        found.append((f"Differences from {baseline} on the same seed", heads, differences))
-    return found, short
+    values, pairs = compared(kept), [(arm, baseline) for arm in arms if arm != baseline]
+    return [means(values, kept), *differences(values, pairs)], short
 
 
 def csv_text(runs: Mapping[str, Run]) -> str:
     """Returns the arms' means and standard deviations as CSV, unrounded; empty where unknown."""
-    kept = since_all_run(complete(runs)[0])
-    compared, rows = quantities(kept), csv.writer(text := io.StringIO(), lineterminator="\n")
-    rows.writerow(["arm", "seeds", *(q.name + of for q in compared for of in ("", " ±"))])
-    for arm, of_seed in by_arm(kept).items():
-        row = [arm, len(of_seed)]
-        for found in (numbers(quantity, of_seed) for quantity in compared):
-            row += [found.mean() if len(found) else "", found.std(ddof=1) if len(found) > 1 else ""]
-        rows.writerow(row)
-    return text.getvalue()
+    values = compared(complete(runs)[0])
+    of_arm = values.groupby("arm", sort=False)
+    table = pd.DataFrame({"seeds": of_arm.size()})
+    for quantity in values:
+        table[quantity.name] = of_arm[quantity].mean()
+        table[f"{quantity.name} ±"] = of_arm[quantity].std()
+    return table.to_csv(lineterminator="\n")
 
 
-def since_all_run(runs: Mapping[str, Run]) -> dict[str, Run]:
-    """Returns the runs from the first step that all of them have: a fork has none of its parent's.
+def compared(runs: Mapping[str, Run]) -> pd.DataFrame:
+    """Returns mean@k, TRAINING and own metrics, those that some run has: see `measured`.
 
-    Tokens are counted from there too, where a run has the step before.
+    They begin with the first step that all have: a fork has none of its parent's. Tokens are
+    counted from there too, where a run has the step before.
     """
-    begin = max((run.rows[0]["step"] for run in runs.values()), default=0)
-    all_rows = [row for run in runs.values() for row in run.rows]
-    spent = max((row.get(TOKENS, 0) for row in all_rows if row["step"] == begin - 1), default=0)
-
-    found = {}
+    # A set's name with settings is of `evaluate`.
+    scores = [key.split("/")[1:] for key in mean_scores(runs).values() if " " not in key]
+    quantities = [
+        *(final_score(*score) for score in scores),
+        *TRAINING,
+        *(last(it.summary, it.key, form="{:z.4g}") for it in own_metrics(runs)),
+    ]
+    begin = max((run.rows.index[0] for run in runs.values()), default=0)
+    spent = max((run[TOKENS].get(begin - 1, 0) for run in runs.values()), default=0)
+    since = {}
     for label, run in runs.items():
-        rows = [row for row in run.rows if row["step"] >= begin]
-        if spent:
-            rows = [{**row, TOKENS: row[TOKENS] - spent} for row in rows]
-        found[label] = dataclasses.replace(run, rows=rows or run.rows)
-    return found
+        rows = run.rows.assign(**{TOKENS: run[TOKENS] - spent})
+        rows = rows if run.finished_steps <= begin else rows.loc[begin:]
+        since[label] = dataclasses.replace(run, rows=rows)
+    return measured(quantities, since).dropna(axis="columns", how="all")
 
 
 def markdown(runs: Mapping[str, Run], *, baseline: str = "", title: str) -> str:
     """Returns `tables` as Markdown."""
-    found, short = tables(runs, baseline=baseline)
-    lines = [f"# {title}", ""]
-    if short:
-        lines += [f"Left out, not finished: {'; '.join(short)}.", ""]
-    for head, heads, rows in found:
-        lines += [f"## {head}", "", *table(heads, rows), ""]
-    return "\n".join([*lines, METHOD, ""])
+    parts, short = tables(runs, baseline=baseline)
+    left_out = [f"Left out, not finished: {'; '.join(short)}.", ""] * bool(short)
+    return "\n".join([f"# {title}", "", *left_out, *lines_of(parts), METHOD, ""])
+
+
+def lines_of(tables: Sequence[Table]) -> list[str]:
+    """Returns the lines of tables with their titles as Markdown."""
+    lines = [[f"## {title}", "", *table(heads, rows), ""] for title, heads, rows in tables]
+    return list(itertools.chain(*lines))
 
 
 def table(

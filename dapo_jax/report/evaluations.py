@@ -3,10 +3,11 @@
 An evaluation is eval/<steps>.<set>.<settings>.json with its responses in .jsonl.gz beside it.
 """
 
-import collections
-import dataclasses
+import itertools
 import pathlib
 from collections.abc import Mapping, Sequence
+
+import pandas as pd
 
 from dapo_jax.logs.files import read_json, read_zipped_rows
 from dapo_jax.printable import printable_lines, shortened
@@ -15,48 +16,31 @@ from dapo_jax.tasks.templates import problem_of
 
 SHOWN_PROBLEMS = 10  # on either side
 SHOWN_CHARACTERS = 90  # of a problem
+PLACE = ["source", "row", "ground_truth"]  # of a problem, beside its number among those alike
 
 
-@dataclasses.dataclass(frozen=True)
-class Evaluated:
-    """One evaluation of one set. label: the names of the workdir and of the file.
-
-    problems: by (source, row, answer, number among the problems that share these three), the share
-    of responses that are right, and the problem's place and text in one line.
-    """
-
-    label: str
-    name: str
-    settings: Mapping
-    problems: Mapping[tuple, tuple[float, str]]
+# The names of the workdir and of the file, the settings, and a row for each problem: PLACE, the
+# number among those with an equal one, the prompt, and the share of responses that are right.
+Evaluated = tuple[str, Mapping, pd.DataFrame]
 
 
-def read(path: str | pathlib.Path) -> list[Evaluated]:
+def read(path: str | pathlib.Path) -> dict[str, Evaluated]:
     """Reads the sets of a result with their responses; ValueError for a file of another kind."""
     path = pathlib.Path(path).resolve()
-    document, stem, found = read_json(path), path.name.removesuffix(".json"), []
+    document, stem, evaluations = read_json(path), path.name.removesuffix(".json"), {}
     if "sets" not in document:
         raise ValueError(f"{path} is no evaluation: it has no 'sets'")
     for name in document["sets"]:
         # A file of training's evaluations is of all sets, one of `evaluate` of a single one.
         of_set = stem if "label" in document else f"{document['step']}.{name}"
+        responses = pd.DataFrame(read_zipped_rows(path.with_name(f"{of_set}.jsonl.gz")))
+        responses = responses.astype(dict.fromkeys(PLACE, str))
+        problems = responses.groupby([*PLACE, "cursor"], sort=False, as_index=False)
+        problems = problems.agg({"prompt": "first", "correct": "mean"})
+        problems["number"] = problems.groupby(PLACE).cumcount()
         settings = document.get("settings", {}).get(name, {})
-        problems = _problems(path.with_name(f"{of_set}.jsonl.gz"))
-        found.append(Evaluated(f"{path.parents[1].name}/{stem}", name, settings, problems))
-    return found
-
-
-def _problems(path: pathlib.Path) -> dict[tuple, tuple[float, str]]:
-    rows = collections.defaultdict(list)
-    for row in read_zipped_rows(path):
-        rows[row["source"], row["row"], str(row["ground_truth"]), row["cursor"]].append(row)
-    problems, alike = {}, collections.Counter()
-    for (*place, _), found in rows.items():
-        text = " ".join(problem_of(str(found[0]["prompt"])).split())
-        name = f"{place[0]} row {place[1]}: {shortened(text, limit=SHOWN_CHARACTERS)}".strip()
-        problems[*place, alike[*place]] = sum(row["correct"] for row in found) / len(found), name
-        alike[*place] += 1
-    return problems
+        evaluations[name] = f"{path.parents[1].name}/{stem}", settings, problems
+    return evaluations
 
 
 def compare(a: Evaluated, b: Evaluated) -> list[str]:
@@ -66,44 +50,43 @@ def compare(a: Evaluated, b: Evaluated) -> list[str]:
     each may name it differently. Raises ValueError where no problem is shared. The lines are safe
     to print.
     """
-    single = all(len({source for source, *_ in of.problems}) == 1 for of in (a, b))
-    ours, theirs = ({key[single:]: p for key, p in of.problems.items()} for of in (a, b))
-    pairs = [(mean, theirs[key][0], name) for key, (mean, name) in ours.items() if key in theirs]
-    if not pairs:
-        raise ValueError(f"{a.label} and {b.label} have no problem in common (source, row, answer)")
-    pairs.sort(key=lambda pair: pair[0] - pair[1])  # the greatest gain first
-    P, (a_P, b_P, _) = len(pairs), zip(*pairs, strict=True)
-    found = paired_share_interval(b_P, a_P)
-    better = sum(y > x for x, y in zip(a_P, b_P, strict=True))
-    worse = sum(y < x for x, y in zip(a_P, b_P, strict=True))
-    moved = [*pairs[: min(better, SHOWN_PROBLEMS)], *pairs[P - min(worse, SHOWN_PROBLEMS) :]]
-    lines = [
-        f"a: {a.label}",
-        f"b: {b.label}",
-        *(
-            f"   {key}: a {a.settings.get(key)}, b {b.settings.get(key)}"
-            for key in {**a.settings, **b.settings}
-            if a.settings.get(key) != b.settings.get(key)
-        ),
-        f"mean over {P} problems: a {sum(a_P) / P:.1%}, b {sum(b_P) / P:.1%}, b - a "
-        f"{100 * found.difference:+.1f} points [{100 * found.low:+.1f}, {100 * found.high:+.1f}] "
-        "(95 %, paired by problem)",
-        f"b is better on {better}, equal on {P - better - worse}, worse on {worse}; "
-        f"{len(ours.keys() ^ theirs.keys())} problems are in one of them alone, and left out",
-        *(
-            f"  {one:6.1%} -> {other:6.1%}  {100 * (other - one):+6.1f}  {name}"
-            for one, other, name in moved
-        ),
+    (label_a, settings_a, problems_a), (label_b, settings_b, problems_b) = a, b
+    single = all(of["source"].nunique() == 1 for of in (problems_a, problems_b))
+    both = problems_a.merge(problems_b, on=[*PLACE[single:], "number"], suffixes=("", "_b"))
+    if both.empty:
+        raise ValueError(f"{label_a} and {label_b} have no problem in common (source, row, answer)")
+    both["gain"] = both["correct_b"] - both["correct"]
+    both = both.sort_values("gain", ascending=False, kind="stable")
+    (mean_a, mean_b), gain = both[["correct", "correct_b"]].mean(), both["gain"]
+    interval = paired_share_interval(gain)
+    P, better, worse = len(both), (gain > 0).sum(), (gain < 0).sum()
+    alone = len(problems_a) + len(problems_b) - 2 * P
+    moved = [both.head(min(better, SHOWN_PROBLEMS)), both.tail(min(worse, SHOWN_PROBLEMS))]
+    lines = [f"a: {label_a}", f"b: {label_b}"]
+    for key in {**settings_a, **settings_b}:
+        if settings_a.get(key) != settings_b.get(key):
+            lines.append(f"   {key}: a {settings_a.get(key)}, b {settings_b.get(key)}")
+    lines += [
+        f"mean over {P} problems: a {mean_a:.1%}, b {mean_b:.1%}, b - a {100 * gain.mean():+.1f} "
+        f"points [{100 * interval.low:+.1f}, {100 * interval.high:+.1f}] (95 %, paired by problem)",
+        f"b is better on {better}, equal on {P - better - worse}, worse on {worse}; {alone} "
+        "problems are in one of them alone, and left out",
     ]
+    for problem in pd.concat(moved).itertuples():
+        text = shortened(" ".join(problem_of(problem.prompt).split()), limit=SHOWN_CHARACTERS)
+        shares = f"{problem.correct:6.1%} -> {problem.correct_b:6.1%}  {100 * problem.gain:+6.1f}"
+        lines.append(f"  {shares}  " + f"{problem.source} row {problem.row}: {text}".strip())
     return [printable_lines(line) for line in lines]
 
 
 def compared(paths: Sequence[str | pathlib.Path]) -> list[str]:
     """Compares results with the first of their set, line by line; ValueError without any pair."""
     first: dict[str, Evaluated] = {}
-    found = [evaluated for path in paths for evaluated in read(path)]
-    others = [of for of in found if first.setdefault(of.name, of) is not of]
-    if not others:
+    lines: list[str] = []
+    for name, evaluated in itertools.chain(*(read(path).items() for path in paths)):
+        if first.setdefault(name, evaluated) is not evaluated:
+            lines += compare(first[name], evaluated)
+    if not lines:
         names = ", ".join(first)
         raise ValueError(f"--evaluation: nothing is compared: of {names} there is one result each")
-    return [line for of in others for line in compare(first[of.name], of)]
+    return lines

@@ -12,7 +12,8 @@ import jinja2
 from dapo_jax.logs.files import read_zipped_rows
 from dapo_jax.printable import conversation, shortened
 from dapo_jax.report import compare, plots
-from dapo_jax.report.runs import Run, summary_lines
+from dapo_jax.report.runs import Run
+from dapo_jax.report.summary import summary_lines
 from dapo_jax.tasks.templates import problem_of
 from dapo_jax.types import UNSEARCHED
 
@@ -42,7 +43,7 @@ def samples(runs: Mapping[str, Run]) -> list[list[str]]:
     for label, run in runs.items():
         files = (run.workdir / "rollouts").glob("[0-9]*.jsonl.gz") if run.workdir else ()
         if steps := {int(file.name.split(".")[0]): file for file in files}:
-            written.setdefault(run.arm or label, (label, steps))
+            written.setdefault(run.arm, (label, steps))
     return [
         [label, str(step), *cells]
         for label, steps in written.values()

@@ -1,16 +1,14 @@
 """Figures of one run or of several: the curves over the steps, and accuracy at equal budgets.
 
-A line is an arm: the mean over its seeds, with a band from the lowest to the highest seed. A run
-without an arm is an arm of its own.
+A line is an arm: the mean over its seeds, with a band from the lowest to the highest seed.
 """
 
 import collections
 import dataclasses
 import io
-import math
 from collections.abc import Mapping, Sequence
 
-import numpy as np
+import pandas as pd
 from matplotlib import rc_context, style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -19,8 +17,7 @@ from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
 
 from dapo_jax.logs.metrics import METRICS
 from dapo_jax.printable import shortened
-from dapo_jax.report.runs import Key, Run, by_arm, mean_scores, own_metrics, points, tokens_before
-from dapo_jax.report.statistics import nan_mean
+from dapo_jax.report.runs import Run, arms_of, mean_scores, own_metrics, tokens_before
 
 ACCURACY = "accuracy/mean"  # shares a panel with the evaluations
 COLUMNS = 3  # panels beside each other
@@ -34,39 +31,36 @@ class Panel:
 
     title: str
     unit: str
-    curves: dict[str, Key]
+    curves: dict[str, str]
 
 
 def panels(runs: Mapping[str, Run]) -> list[Panel]:
-    """The panels that METRICS names, the evaluations beside the training accuracy.
+    """The panels that the metrics name, the evaluations beside the training accuracy.
 
     Leaves out curves of fewer than two points: parts of the package that the config does not use.
     Of several arms each curve has a panel of its own. A curve that is alone in a panel of several
     has its name in the title.
     """
-    drawn: list[tuple[str, str, str, Key]] = []
-    for metric in METRICS:
+    curves = []
+    for metric in METRICS + own_metrics(runs):
+        names = {metric.key.rpartition("/")[2].replace("_", " "): metric.key}
+        if metric.key == ACCURACY:
+            names = {"training": ACCURACY} | mean_scores(runs)
         if metric.panel:
-            curves = {metric.key.rpartition("/")[2].replace("_", " "): metric.key}
-            if metric.key == ACCURACY:
-                curves = {"training": ACCURACY} | mean_scores(runs)
-            drawn += [(metric.panel, metric.unit, *curve) for curve in curves.items()]
-    drawn += [(name, "", name, key) for key, name in own_metrics(runs).items()]
+            curves += [(metric.panel, metric.unit, *curve) for curve in names.items()]
     least = min(2, max(len(run.rows) for run in runs.values()))  # one step has points alone
-    drawn = [curve for curve in drawn if _most_points(runs, curve[-1]) >= least]
-    in_table = collections.Counter(metric.panel for metric in METRICS)
-    here = collections.Counter(title for title, *_ in drawn)
-    found: dict[str, Panel] = {}
+    drawn = [curve for curve in curves if _most_points(runs, curve[-1]) >= least]
+    named, here = (collections.Counter(title for title, *_ in part) for part in (curves, drawn))
+    by_title: dict[str, Panel] = {}
     for title, unit, name, key in drawn:
-        alone = here[title] == 1 or len(by_arm(runs)) > 1
-        if alone and max(here[title], in_table[title]) > 1:
+        if named[title] > 1 and (here[title] == 1 or len(arms_of(runs)) > 1):
             title = f"{title}: {name}"
-        found.setdefault(title, Panel(title, unit, {})).curves[name] = key
-    return list(found.values())
+        by_title.setdefault(title, Panel(title, unit, {})).curves[name] = key
+    return list(by_title.values())
 
 
-def _most_points(runs: Mapping[str, Run], key: Key) -> int:
-    return max(sum(y is not None for y in points(run, key).values()) for run in runs.values())
+def _most_points(runs: Mapping[str, Run], key: str) -> int:
+    return max(run[key].count() for run in runs.values())
 
 
 def curves(runs: Mapping[str, Run]) -> Figure:
@@ -92,15 +86,15 @@ def chosen(
     runs: Mapping[str, Run], panels: Sequence[Panel], *, title: str, over_tokens: bool = False
 ) -> Figure:
     """The arms over each other in the given panels; over_tokens: over those sampled so far."""
-    arms = {arm: list(of_seed.values()) for arm, of_seed in by_arm(runs).items()}
+    arms = [[run for run in runs.values() if run.arm == arm] for arm in arms_of(runs)]
     columns = min(COLUMNS, len(panels))
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(16, 1 + PANEL_INCHES * rows), dpi=100, layout="constrained")
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
     for i, panel in enumerate(panels, start=1):
         ax = figure.add_subplot(rows, columns, i)
-        _panel(ax, list(arms.values()), panel, over_tokens=over_tokens)
-    named = arms if len(arms) > 1 else {}
+        _panel(ax, arms, panel, over_tokens=over_tokens)
+    named = arms_of(runs) if len(arms) > 1 else []
     legend = figure.legend(
         [Line2D([], [], **_look(i) | {"linewidth": 4}) for i in range(len(named))],
         [f" {shortened(arm, limit=LABEL)}" for arm in named],  # "_a" would be hidden
@@ -117,9 +111,10 @@ def chosen(
 
 
 def rendered(figure: Figure, form: str = "png") -> bytes:
-    """Renders a figure as a file of a form: png, svg or pdf, with text that stays text."""
-    with rc_context({"svg.fonttype": "none", "pdf.fonttype": 42}):
-        figure.savefig(file := io.BytesIO(), format=form)
+    """Renders a figure as a file of a form, png, svg or pdf: text stays text, equal ones bytes."""
+    undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(form)
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "dapo_jax", "pdf.fonttype": 42}):
+        figure.savefig(file := io.BytesIO(), format=form, metadata=undated)
     return file.getvalue()
 
 
@@ -127,7 +122,7 @@ def titled(runs: Mapping[str, Run]) -> str:
     """Names a single run, or counts runs and arms; explains the bands."""
     if len(runs) == 1:
         return shortened(next(iter(runs)), limit=2 * LABEL)
-    text = f"{len(runs)} runs of {len(by_arm(runs))} arms"
+    text = f"{len(runs)} runs of {len(arms_of(runs))} arms"
     return f"{text}: means over the seeds, bands from the lowest to the highest"
 
 
@@ -160,25 +155,19 @@ def _panel(ax: Axes, arms: Sequence[Sequence[Run]], panel: Panel, *, over_tokens
         ax.set_xlabel("finished rollout steps")
 
 
-def _draw(ax: Axes, runs: Sequence[Run], key: Key, look: dict, *, over_tokens: bool) -> None:
+def _draw(ax: Axes, runs: Sequence[Run], key: str, look: dict, *, over_tokens: bool) -> None:
     """Draws the mean of an arm's seeds, thin and dashed where some lack a value, and their band."""
-    found = [points(run, key) for run in runs]
-    x = sorted(set().union(*found))
-    y_SX = np.array([[of.get(step) for step in x] for of in found], np.float64)
-    y_SX = np.where(np.isfinite(y_SX), y_SX, math.nan)
-    known = ~np.isnan(y_SX).all(axis=0)
-    if not known.any():
-        return
-    x, y_SX = np.array(x)[known], y_SX[:, known]
+    values = pd.concat([run[key] for run in runs], axis="columns").sort_index()
+    values = values.dropna(how="all")
+    x, y, count = values.index, values.mean(axis="columns"), values.count(axis="columns")
     if over_tokens:
-        spent = [tokens_before(run.rows) for run in runs]
-        x = np.array([nan_mean([of.get(step, math.nan) for of in spent]) for step in x])
-    y, count = np.nanmean(y_SX, axis=0), np.isfinite(y_SX).sum(axis=0)
+        spent = pd.concat([tokens_before(run) for run in runs], axis="columns")
+        x = spent.mean(axis="columns").reindex(x)
     if len(runs) > 1:
         band = {"color": look["color"], "alpha": 0.15, "linewidth": 0}
-        ax.fill_between(x, np.nanmin(y_SX, axis=0), np.nanmax(y_SX, axis=0), **band)
-    if isinstance(key, tuple) or len(x) == 1:  # scores are few, and a line needs two points
+        ax.fill_between(x, values.min(axis="columns"), values.max(axis="columns"), **band)
+    if key.startswith("eval/") or len(x) == 1:  # scores are few, and a line needs two points
         look = look | {"marker": "o"}
     if (some := count < count.max()).any():
         ax.plot(x, y, **look | {"linewidth": 0.8, "linestyle": "--", "label": None})
-    ax.plot(x, np.where(some, np.nan, y), **look)
+    ax.plot(x, y.mask(some), **look)

@@ -1,50 +1,70 @@
-"""Runs read from their directories, and the summary of a run: first against last.
+"""Runs as tables: read from their directories, and from and to a small file, rows.jsonl.gz.
 
 Row s of metrics.jsonl describes responses of the policy after s finished steps, and eval/<n>.json
 the policy after n: both share the axis "finished rollout steps".
+
+A line of rows.jsonl.gz is a run: {"arm", "seed", "config": {dotted key: value}, "starts": [time,
+commit, changed, versions and devices of each start], "evaluations": {set: {score: {finished steps:
+value}}}, "metrics": {key: [value a row, null where missing]}}. 100 steps take about 10 kB.
 """
 
+import collections
 import dataclasses
+import itertools
 import pathlib
 from collections.abc import Mapping, Sequence
 
-import numpy as np
+import pandas as pd
 
-from dapo_jax.logs.display import format_duration
-from dapo_jax.logs.files import read_json, read_rows, read_starts
-from dapo_jax.logs.metrics import METRICS, TASK, score_metric
+from configs.base import RENAMED
+from dapo_jax.logs import files
+from dapo_jax.logs.metrics import METRICS, TASK, Metric
 
-AVERAGED_STEPS = 10  # first and last values of noisy rows are means over at most so many steps
-Key = str | tuple[str, str]  # of a run's rows, or of its evaluations
+TOKENS = "sampled_tokens_total"  # of a row
+# The times of one machine are left out of a file, but not the quantities of its schedule.
+LEFT_OUT = ("engine/", "seconds_in_rollout/")
+KEPT = ("engine/decode_steps", "engine/drawn_tokens", "engine/occupancy")
+OF_A_START = ("time", "commit", "changed", "versions", "devices")  # not of the machine
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class Run:
-    """The contents of a run's directory.
+    """The contents of a run's directory; run[key] has a column of either table.
 
-    rows: metrics.jsonl, in order. evaluations: set and metric -> {finished steps: value}, for
-    instance ("arithmetic", "mean@8") -> {0: 0.31, 10: 0.42}; those of `evaluate` have their
-    settings in the set's name. config: dotted key -> value. starts: the lines of starts.jsonl.
-    arm: the name shared by the runs of a sweep that differ in their seed alone; "" without a sweep.
-    workdir: None for a run from a file of rows.
+    rows: metrics.jsonl, given as dicts or as columns: a row a step, a float64 column a metric.
+    scores: given as eval/<set>/<score> -> {finished steps: value}, a column each; those of
+    `evaluate` have their settings behind the set's name. NaN is what is missing. config: dotted key
+    -> value. starts: the lines of starts.jsonl. arm: the name shared by the runs of a sweep that
+    differ in their seed alone. workdir: None for a run from a file of rows.
     """
 
-    rows: list[dict]
-    evaluations: dict[tuple[str, str], dict[int, float]]
-    config: dict[str, object]
-    starts: list[dict] = dataclasses.field(default_factory=list)
+    rows: pd.DataFrame
+    scores: pd.DataFrame
+    config: Mapping[str, object]
+    starts: Sequence[Mapping] = ()
     arm: str = ""
-    workdir: pathlib.Path | None = dataclasses.field(default=None, compare=False)
+    workdir: pathlib.Path | None = None
+
+    def __post_init__(self):
+        rows, scores = pd.DataFrame(self.rows), pd.DataFrame(self.scores, dtype=float)
+        numbers = [key for key in rows if not key.startswith(("eval/", "digest/"))]
+        self.rows = rows[numbers].astype(float).set_axis(rows["step"].astype(int))
+        self.scores = scores.set_axis(scores.index.astype(int)).sort_index()
+
+    def __getitem__(self, key: str) -> pd.Series:
+        """Returns the values of a metric or score by finished steps; all NaN where it is none."""
+        table = self.scores if key.startswith("eval/") else self.rows
+        return table.reindex(columns=[key])[key]
 
     @property
-    def seed(self) -> int | None:
-        """The config's seed; None without a config.json."""
-        return self.config.get("seed")
+    def seed(self) -> int:
+        """The config's seed; 0 without a config.json."""
+        return self.config.get("seed", 0)
 
     @property
     def finished_steps(self) -> int:
         """The number of finished rollout steps."""
-        return self.rows[-1]["step"] + 1
+        return int(self.rows.index[-1]) + 1
 
 
 def load_run(workdir: str | pathlib.Path, *, arm: str = "") -> Run:
@@ -54,163 +74,134 @@ def load_run(workdir: str | pathlib.Path, *, arm: str = "") -> Run:
     """
     workdir = pathlib.Path(workdir)
     path, config_path = workdir / "metrics.jsonl", workdir / "config.json"
-    if not (rows := read_rows(path)):
+    if not (rows := files.read_rows(path)):
         raise ValueError(f"{path} has no rows yet: the run in {workdir} has not finished a step")
-    config = flatten(read_json(config_path)) if config_path.is_file() else {}
-    starts = read_starts(workdir / "starts.jsonl")
-    evaluations = _read_evaluations(workdir / "eval", rows[-1]["step"] + 1)
-    return Run(rows, evaluations, config, starts, arm, workdir)
+    config = flatten(files.read_json(config_path)) if config_path.is_file() else {}
+    results = map(files.read_json, workdir.glob("eval/[0-9]*.json"))
+    scores = collections.defaultdict(dict)
+    for result in sorted(results, key=lambda it: it["step"]):
+        if result["step"] > rows[-1]["step"] + 1:  # of before the run was cut back
+            continue
+        for name, of_set in result["sets"].items():
+            name = f"{name} {result.get('label', '')}".strip()  # only those of `evaluate` have one
+            for score, value in of_set.items():
+                if score.startswith(("mean@", "pass@", "maj@", TASK)):
+                    scores[f"eval/{name}/{score}"][result["step"]] = value
+    return Run(rows, scores, config, files.read_starts(workdir / "starts.jsonl"), arm, workdir)
+
+
+def flatten(tree: Mapping) -> dict[str, object]:
+    """{"algo": {"eps_low": 0.2}} -> {"algo.eps_low": 0.2}."""
+    return pd.json_normalize(tree).to_dict("records")[0]
 
 
 def load_sweep(folder: pathlib.Path) -> dict[str, Run]:
     """Reads the runs of a sweep's folder with a finished step: label -> run, arm by arm."""
-    plan, runs = read_json(folder / "sweep.json"), {}
-    for label, arm in ((sweep_label(a, seed), a) for a in plan["arms"] for seed in plan["seeds"]):
-        path = folder / label / "metrics.jsonl"
-        if path.is_file() and read_rows(path):
-            runs[label] = load_run(path.parent, arm=arm)
+    plan, runs = files.read_json(folder / "sweep.json"), {}
+    for arm, seed in itertools.product(plan["arms"], plan["seeds"]):
+        path = folder / sweep_label(arm, seed) / "metrics.jsonl"
+        if path.is_file() and files.read_rows(path):
+            runs[sweep_label(arm, seed)] = load_run(path.parent, arm=arm)
     return runs
 
 
-def sweep_label(arm: str, seed: int | None) -> str:
+def sweep_label(arm: str, seed: int) -> str:
     """Names a run of a sweep, as its folder inside the sweep's is named."""
     return f"{arm}/seed_{seed}"
 
 
-def _read_evaluations(folder: pathlib.Path, steps: int) -> dict[tuple[str, str], dict[int, float]]:
-    """Reads the scores of policies after at most so many steps: a run may have been cut back."""
-    curves: dict[tuple[str, str], dict[int, float]] = {}
-    results = (it for it in map(read_json, folder.glob("[0-9]*.json")) if it["step"] <= steps)
-    for result in sorted(results, key=lambda it: it["step"]):
-        for name, metrics in result["sets"].items():
-            name = f"{name} {result.get('label', '')}".strip()  # only those of `evaluate` have one
-            for metric, value in metrics.items():
-                if metric.startswith(("mean@", "pass@", "maj@", TASK)) and value is not None:
-                    curves.setdefault((name, metric), {})[result["step"]] = value
-    return curves
+def write_rows(path: pathlib.Path, runs: Mapping[str, Run]) -> None:
+    """Writes the runs, a line each, without the machine's paths; equal ones as equal bytes."""
+    files.write_zipped_rows(path, map(_line_of, runs.values()))
 
 
-def flatten(tree: Mapping, prefix: str = "") -> dict[str, object]:
-    """{"algo": {"eps_low": 0.2}} -> {"algo.eps_low": 0.2}."""
-    flat = {}
-    for key, value in tree.items():
-        inner = flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {}
-        flat |= inner or {f"{prefix}{key}": value}
-    return flat
+def read_rows_file(path: pathlib.Path) -> dict[str, Run]:
+    """Reads the output of `write_rows`: label -> run, with the arm and seed of each."""
+    runs = map(_run_of, files.read_zipped_rows(path))
+    return {sweep_label(run.arm, run.seed): run for run in runs}
 
 
-def by_arm(runs: Mapping[str, Run]) -> dict[str, dict[int | None, Run]]:
-    """Groups runs: arm (the label, where a run has none) -> seed -> run, as they first appear."""
-    arms: dict[str, dict[int | None, Run]] = {}
-    for label, run in runs.items():
-        arms.setdefault(run.arm or label, {})[run.seed] = run
-    return arms
+def _line_of(run: Run) -> dict:
+    evaluations = collections.defaultdict(dict)
+    for key, values in run.scores.items():
+        _, name, score = key.split("/", 2)
+        evaluations[name][score] = {step: _rounded(it) for step, it in values.dropna().items()}
+    kept = [key for key in run.rows if key in KEPT or not key.startswith(LEFT_OUT)]
+    columns = run.rows[kept].dropna(axis="columns", how="all").items()
+    return {
+        "arm": run.arm,
+        "seed": run.seed,
+        "config": {
+            key: pathlib.PurePath(value).name if str(value).startswith("/") else value
+            for key, value in run.config.items()
+        },
+        "starts": [{key: it[key] for key in OF_A_START if key in it} for it in run.starts],
+        "evaluations": evaluations,
+        "metrics": {key: [*map(_rounded, values)] for key, values in columns},
+    }
+
+
+def _rounded(value: float) -> float:
+    """A number to six significant digits; whole ones stay, as integers."""
+    return int(value) if value.is_integer() else float(f"{value:.6g}")
+
+
+def _run_of(line: Mapping) -> Run:
+    scores = {
+        f"eval/{name}/{score}": values
+        for name, of_set in line["evaluations"].items()
+        for score, values in of_set.items()
+    }
+    config = {RENAMED.get(key, key): value for key, value in line["config"].items()}
+    return Run(line["metrics"], scores, config, line["starts"], line["arm"])
+
+
+def arms_of(runs: Mapping[str, Run]) -> list[str]:
+    """Lists the arms as they first appear."""
+    return list(dict.fromkeys(run.arm for run in runs.values()))
 
 
 def complete(runs: Mapping[str, Run]) -> tuple[dict[str, Run], list[str]]:
     """(runs with as many steps as their arm's config asks for, a text for each other run)."""
-    wanted = {
-        arm: max(run.config.get("num_steps", 0) for run in of_seed.values())
-        for arm, of_seed in by_arm(runs).items()
-    }
+    wanted = collections.Counter()
+    for run in runs.values():
+        wanted[run.arm] = max(wanted[run.arm], run.config.get("num_steps", 0))
     short = {
-        label: f"{label} has {run.finished_steps} of {steps} steps"
+        label: f"{label} has {run.finished_steps} of {wanted[run.arm]} steps"
         for label, run in runs.items()
-        if run.finished_steps < (steps := wanted[run.arm or label])
+        if run.finished_steps < wanted[run.arm]
     }
     return {label: runs[label] for label in runs if label not in short}, list(short.values())
 
 
-def mean_scores(runs: Mapping[str, Run]) -> dict[str, Key]:
-    """The mean@k of the runs' evaluation sets, in order of first appearance."""
-    pairs = (pair for run in runs.values() for pair in run.evaluations)
-    return {" ".join(pair): pair for pair in pairs if pair[1].startswith("mean@")}
+def mean_scores(runs: Mapping[str, Run]) -> dict[str, str]:
+    """Returns the mean@k of the runs' evaluation sets: name -> key, as they first appear."""
+    keys = (key for run in runs.values() for key in run.scores if "/mean@" in key)
+    return {score_name(key): key for key in keys}
 
 
-def own_metrics(runs: Mapping[str, Run]) -> dict[str, str]:
-    """Returns the keys of rows that METRICS lacks and names for them: a task's, a loss's, yours."""
-    elsewhere = ("eval/", "alarm/", "digest/", "seconds", "verdicts/")
-    keys = dict.fromkeys(key for run in runs.values() for row in run.rows for key in row)
-    own = [it for it in keys.keys() - {it.key for it in METRICS} if not it.startswith(elsewhere)]
+def score_name(key: str) -> str:
+    """Names eval/<set>/<score> as a person reads it."""
+    return key.removeprefix("eval/").replace("/", " ", 1)
+
+
+def own_metrics(runs: Mapping[str, Run]) -> list[Metric]:
+    """Returns a metric for each key of the rows that METRICS lacks: a task's, a loss's, yours."""
+    keys = set().union(*(run.rows for run in runs.values())) - {metric.key for metric in METRICS}
     of = {True: ", the task's own", False: ""}
-    return {it: it.removeprefix(TASK).replace("_", " ") + of[TASK in it] for it in sorted(own)}
-
-
-def column(rows: Sequence[Mapping], key: str) -> np.ndarray:
-    """The rows' values of a key, [rows] float64, NaN where missing."""
-    return np.array([row.get(key) for row in rows], dtype=np.float64)  # of None makes NaN
-
-
-def points(run: Run, key: Key) -> Mapping[int, float | None]:
-    """Finished steps -> value of a key of the rows, or of a pair of the evaluations."""
-    if isinstance(key, tuple):
-        return run.evaluations.get(key, {})
-    return {row["step"]: row.get(key) for row in run.rows}
-
-
-def tokens_before(rows: Sequence[Mapping]) -> dict[int, float]:
-    """Finished steps -> tokens sampled before, by the parent too where the run is a fork."""
-    spent = {row["step"] + 1: float(row.get("sampled_tokens_total", 0)) for row in rows}
-    begin = rows[0]["step"]
-    drawn = rows[0].get("engine/drawn_tokens", spent[begin + 1])
-    return {begin: spent[begin + 1] - drawn} | spent
-
-
-def summary_lines(run: Run) -> list[str]:
-    """The end of a run in a few aligned lines: first -> last (best), then the totals."""
-    found = changes(run) | {name: f"{text:>8}" for name, text in totals(run).items()}
-    width = max(map(len, found))
-    return [f"{name:<{width}}  {text}" for name, text in found.items()]
-
-
-def changes(run: Run) -> dict[str, str]:
-    """Name -> "first -> last" of the evaluations and of the metrics that have a summary.
-
-    Evaluations compare the first file with the last. Metrics compare the means over a tenth of the
-    rows at either end, 1 to AVERAGED_STEPS of them. Where higher is better, the best one follows.
-    """
-    many = min(AVERAGED_STEPS, max(1, len(run.rows) // 10))
-    rows = [(metric.summary, metric.key, metric, many) for metric in METRICS if metric.summary]
-    scores = [
-        (f"{name} {score}", (name, score), score_metric(f"eval/{name}/{score}"), 1)
-        for name, score in run.evaluations
+    names = {it: it.removeprefix(TASK).replace("_", " ") + of[TASK in it] for it in sorted(keys)}
+    return [
+        Metric(key, "", "", panel=name, summary=name)
+        for key, name in names.items()
+        if not key.startswith(("alarm/", "seconds", "verdicts/"))
     ]
-    found = {}
-    for name, key, metric, edge in (*scores, *rows):
-        pairs = np.array([*points(run, key).items()], np.float64)
-        steps, values = pairs[np.isfinite(pairs[:, 1])].T
-        if len(values):
-            shown = values[:edge].mean(), values[-edge:].mean(), values.max()
-            first, last, best = (metric.text(value).strip() for value in shown)
-            found[name] = f"{first:>8} -> {last:>8}"
-            if metric.higher_is_better:
-                found[name] += f"   best {best} at step {steps[values.argmax()]:.0f}"
-    return found
 
 
-def totals(run: Run) -> dict[str, str]:
-    """Name -> formatted sums over the rows: steps, time, tokens, tokens per second, skips."""
-    timed = [column(run.rows, key) for key in ("seconds/total", "seconds/load", "seconds/compile")]
-    seconds, wall = float(np.nansum(timed[0])), float(np.nansum(timed))
-    known = tokens_before(run.rows).values()
-    tokens = max(known) - min(known)  # a fork's own
-    skipped, idle = np.nansum(column(run.rows, "updates_skipped")), idle_steps(run)
-    found = {
-        "rollout steps": str(len(run.rows)),
-        "wall time": seconds > 0 and format_duration(wall),
-        "sampled tokens": tokens > 0 and f"{int(tokens):,}",
-        "sampled tokens per second": min(tokens, seconds) > 0 and f"{tokens / seconds:,.0f}",
-        "steps without an update": idle > 0 and str(idle),
-        "updates skipped": skipped > 0 and f"{skipped:.0f}",
-        "starts": len(run.starts) > 1 and str(len(run.starts)),
-        "commit": run.starts and run.starts[-1].get("commit") and commit_text(run.starts[-1]),
-    }
-    return {name: text for name, text in found.items() if text}
-
-
-def idle_steps(run: Run) -> int:
-    """Counts the steps in which no update had a gradient that is not zero."""
-    return sum(row.get("updates", 1) <= row.get("updates_zero_gradient", 0) for row in run.rows)
+def tokens_before(run: Run) -> pd.Series:
+    """Returns the tokens sampled by finished steps, those of a fork's parent among them."""
+    total = run[TOKENS]
+    before = total.iloc[0] - run["engine/drawn_tokens"].fillna(total).iloc[0]
+    return pd.concat([pd.Series([before], total.index[:1]), total.set_axis(total.index + 1)])
 
 
 def commit_text(start: Mapping) -> str:

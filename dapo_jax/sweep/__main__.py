@@ -21,8 +21,7 @@ from dapo_jax.process import hosts
 from dapo_jax.process.signals import Signals
 from dapo_jax.report.__main__ import write_report
 from dapo_jax.report.compare import markdown
-from dapo_jax.report.rows import read_rows_file, write_rows
-from dapo_jax.report.runs import load_sweep
+from dapo_jax.report.runs import load_sweep, read_rows_file, write_rows
 from dapo_jax.sweep import plan as plans
 from dapo_jax.sweep.plan import Plan
 from dapo_jax.sweep.runner import LOG, TRAIN, Runner

@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from dapo_jax.report.compare import Quantity, last
-from dapo_jax.report.runs import column
+from dapo_jax.report.runs import tokens_before
 from experiments.study import ALL_STEPS, CLIPPED, ROAD, Claim, Study
 
 
@@ -14,11 +14,11 @@ def half_reached(run) -> float:
 
     A straight line joins the shares of successive steps.
     """
-    share = column(run.rows, "task/right_road")
-    reached = np.flatnonzero(share >= 0.5)
-    if not len(reached):
+    share = run["task/right_road"]
+    if not (share >= 0.5).any():
         return math.nan
-    around = [max(reached[0] - 1, 0), reached[0]]
+    reached = (share >= 0.5).idxmax()
+    around = [max(reached - 1, 0), reached]
     return float(np.interp(0.5, share[around], around))
 
 
@@ -30,14 +30,13 @@ def steps_until_half(run) -> float:
 
 def tokens_until_half(run) -> float:
     """Thousands of tokens sampled until then, on a straight line between two steps."""
-    spent = [0.0, *column(run.rows, "sampled_tokens_total")]  # by finished steps
-    return float(np.interp(steps_until_half(run), range(len(spent)), spent)) / 1e3
+    spent = tokens_before(run)
+    return float(np.interp(steps_until_half(run), spent.index, spent)) / 1e3
 
 
 def entropy_at_half(run) -> float:
     """The entropy at that point, on a straight line between the two steps; NaN if it never is."""
-    entropy = column(run.rows, "entropy")
-    return float(np.interp(half_reached(run), np.arange(len(entropy)), entropy))
+    return float(np.interp(half_reached(run), run["entropy"].index, run["entropy"]))
 
 
 HALF = Quantity("steps until the rare road has half", steps_until_half, "{:.2f}")

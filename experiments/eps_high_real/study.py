@@ -3,10 +3,7 @@
 import itertools
 import math
 
-import numpy as np
-
 from dapo_jax.report.compare import Quantity, accuracy_over
-from dapo_jax.report.runs import column
 from experiments.study import CLIPPED, Claim, Study
 
 RATE = 5e-6
@@ -21,21 +18,21 @@ STEPS = 8  # after which all arms are compared
 
 def accuracy_of_steps(run) -> float:
     """Mean accuracy, in percent, of the first steps."""
-    return 100 * float(np.mean(column(run.rows, "accuracy/mean")[:STEPS]))
+    return 100 * run["accuracy/mean"].head(STEPS).mean()
 
 
 def score(name: str, of: str = "sums") -> Quantity:
     """A score on a held-out set after STEPS steps, in percent."""
 
     def value(run) -> float:
-        return 100 * run.evaluations.get((of, name), {}).get(STEPS, math.nan)
+        return 100 * run[f"eval/{of}/{name}"].get(STEPS, math.nan)
 
     return Quantity(f"held out {name} after {STEPS} steps, %", value)
 
 
 def entropy_at_end(run) -> float:
     """Entropy of the trained tokens in the last of STEPS steps, in nats."""
-    return float(column(run.rows, "entropy")[STEPS - 1])
+    return run["entropy"][STEPS - 1]
 
 
 AREA = accuracy_over(BUDGET_TOKENS)

@@ -65,7 +65,7 @@ def rows_of(workdir: pathlib.Path) -> list[dict]:
 
 def main(_):
     others = [(arm, FIRST) for arm in STUDY.arms if arm != FIRST]
-    look_into(FILE, rows_of, MEASURES, (START, *STUDY.arms), others)
+    look_into(FILE, rows_of, MEASURES, others)
 
 
 if __name__ == "__main__":

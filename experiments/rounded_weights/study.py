@@ -1,15 +1,18 @@
 """Rounded weights and a clipped objective: the table and the figure of what was measured."""
 
+import json
 import pathlib
 import types
 from collections.abc import Sequence
 
 import numpy as np
+import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
+from dapo_jax.logs.files import json_line, write_file
 from experiments.rounded_weights.measure import AS_IT_IS, OFF, ON, SPLIT_RATE, measure
-from experiments.study import read_lines, table, write_lines
+from experiments.study import table
 
 TITLE = "Rounded weights and Eq. 8's clip"
 TITLES = {"135M": "SmolLM2-135M", "1M": "the 1 M model"}
@@ -25,40 +28,23 @@ COLUMNS = {  # heading -> (key of a row, format); a row without it has "-"
 }
 
 
-def arms_of(rows: Sequence[dict]) -> dict[tuple, list[dict]]:
-    """Groups the rows of all seeds: (model, start, rate, weights, activations) -> rows."""
-    found: dict[tuple, list[dict]] = {}
-    for row in rows:
-        key = (row["model"], row["start"], row["rate"], row["weights"], row["activations"])
-        found.setdefault(key, []).append(row)
-    return found
-
-
-def mean(rows: Sequence[dict], *keys: str) -> float:
-    """Averages the sum of these keys over the seeds; NaN where no row has them."""
-    if not set(keys) <= set(rows[0]):
-        return float("nan")
-    return float(np.mean([sum(row[key] for key in keys) for row in rows]))
-
-
-def result(rows: Sequence[dict]) -> str:
+def result(rows: pd.DataFrame) -> str:
     """A table of means over the seeds, of all arms at one rate; the figure has the other rates."""
+    keys = [key for key, _ in COLUMNS.values()]
+    arms = ["model", "start", "weights", "activations"]
+    means = rows[rows["rate"] == SPLIT_RATE].groupby(arms, sort=False)[keys].mean()
+    forms = dict(COLUMNS.values())
     cells = [
         [TITLES[model], STARTS[start], weights, activations]
-        + [
-            "-" if np.isnan(found := mean(of_arm, key)) else form.format(found)
-            for key, form in COLUMNS.values()
-        ]
-        for (model, start, rate, weights, activations), of_arm in arms_of(rows).items()
-        if rate == SPLIT_RATE
+        + ["-" if np.isnan(it) else forms[key].format(it) for key, it in row.items()]
+        for (model, start, weights, activations), row in means.iterrows()
     ]
-    seeds = len({row["seed"] for row in rows})
     lines = [
         f"# {TITLE}",
         "",
-        f"Means over {seeds} seeds. moved: the share of rounded weights that differ behind the "
-        "step. extra: the standard deviation of log r less float32's; formula: what it predicts "
-        "of that. rows.jsonl has the rest.",
+        f"Means over {rows['seed'].nunique()} seeds. moved: the share of rounded weights that "
+        "differ behind the step. extra: the standard deviation of log r less float32's; formula: "
+        "what it predicts of that. rows.jsonl has the rest.",
         "",
         f"At a learning rate of {SPLIT_RATE:.0e}:",
         "",
@@ -68,30 +54,27 @@ def result(rows: Sequence[dict]) -> str:
     return "\n".join(lines)
 
 
-def figure(rows: Sequence[dict]) -> Figure:
+def figure(rows: pd.DataFrame) -> Figure:
     """Clipped tokens, what rounding adds, and |log r| by start, over the learning rate.
 
     A model has a row.
     """
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    drawn = Figure(figsize=(13, 4.2 * len(models)), layout="constrained")
-    for model, axes in zip(models, drawn.subplots(len(models), 3, squeeze=False), strict=True):
-        _draw(model, arms_of(rows), *axes)
+    of_model = rows[rows["activations"] == "float32"].groupby("model", sort=False)
+    drawn = Figure(figsize=(13, 4.2 * len(of_model)), layout="constrained")
+    panels = drawn.subplots(len(of_model), 3, squeeze=False)
+    for (model, of_one), axes in zip(of_model, panels, strict=True):
+        means = of_one.groupby(["start", "weights", "rate"]).mean(numeric_only=True)
+        _draw(model, means.assign(clipped=means["low"] + means["high"]), *axes)
     drawn.suptitle(TITLE)
     return drawn
 
 
-def _draw(model: str, arms, clip, extra, start) -> None:
-    def line(axes, grid, weights, *keys, **how):
-        points = {
-            rate: mean(found, *keys)
-            for (m, g, rate, w, acts), found in arms.items()
-            if (m, g, w, acts) == (model, grid, weights, "float32")
-        }
-        axes.plot(list(points), list(points.values()), color=COLORS[weights], **how)
+def _draw(model: str, means: pd.DataFrame, clip, extra, start) -> None:
+    def line(axes, grid, weights, key, **how):
+        axes.plot(means.loc[(grid, weights), key], color=COLORS[weights], **how)
 
     for weights in COLORS:
-        line(clip, OFF, weights, "low", "high", marker="o", label=weights)
+        line(clip, OFF, weights, "clipped", marker="o", label=weights)
     for weights in ("bfloat16", "float16"):
         line(extra, OFF, weights, "extra_std", marker="o", label=weights)
         line(extra, OFF, weights, "formula_std", ls=":", label=f"{weights}, formula")
@@ -117,10 +100,10 @@ def read(folder: pathlib.Path, made: pathlib.Path | None, seeds: Sequence[int]):
     """Returns (the text, the figure); measures these seeds first where `made` is a folder."""
     file = folder / "rows.jsonl"
     if made:
-        kept = [row for row in read_lines(file) if row["seed"] not in seeds]
-        rows = kept + measure(made, seeds)
-        write_lines(file, sorted(rows, key=lambda row: row["seed"]))
-    rows = read_lines(file)
+        kept = [row for row in map(json.loads, file.open()) if row["seed"] not in seeds]
+        rows = sorted(kept + measure(made, seeds), key=lambda row: row["seed"])
+        write_file(file, b"".join(map(json_line, rows)))
+    rows = pd.read_json(file, lines=True, precise_float=True)
     return result(rows), figure(rows)
 
 

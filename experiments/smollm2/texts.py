@@ -14,6 +14,7 @@ import collections
 import functools
 import importlib
 import itertools
+import json
 import operator
 import pathlib
 import sys
@@ -128,7 +129,7 @@ def rows_of(workdir: pathlib.Path, *, of_study: study.Study, file: pathlib.Path)
             "distinct_2": float(np.mean([distinct_2(of_prompt) for of_prompt in answers])),
         }
 
-    there = study.read_lines(file) if file.exists() else []
+    there = map(json.loads, file.open()) if file.exists() else ()
     rows = {(row["arm"], row["seed"]): row for row in there}
     for seed in seeds:
         of_seed = [point for point in runs if point.seed == seed]
@@ -155,8 +156,7 @@ def main(argv: Sequence[str]) -> None:
         if not hasattr(of_study, "COMPARED"):
             raise ValueError(f"{name} is a study without texts (its study.py has no COMPARED)")
         measure = functools.partial(rows_of, of_study=of_study.STUDY, file=file)
-        arms = (START, *of_study.STUDY.arms)
-        study.look_into(file, measure, MEASURES, arms, of_study.COMPARED)
+        study.look_into(file, measure, MEASURES, of_study.COMPARED)
     except ValueError as error:
         sys.exit(f"experiments.smollm2.texts: {error}")
 

@@ -3,12 +3,8 @@
 import itertools
 import math
 
-import numpy as np
-
 from configs.base import TABLE_1
 from dapo_jax.report.compare import Quantity, mean
-from dapo_jax.report.runs import column
-from dapo_jax.report.statistics import nan_mean
 from experiments.eps_high.study import HALF
 from experiments.study import ACCURACY, CLIPPED, ENTROPY, LONG, ROAD, Claim, Study
 from experiments.token_level.study import EARLY_LOOPS
@@ -25,24 +21,23 @@ def accuracy_around(run, spent, budget: float, window: float) -> float:
 
     The window is one of what is spent, equal for arms that spend more or less of it a step.
     """
-    if spent[-1] < budget + window / 2:
+    if spent.iloc[-1] < budget + window / 2:
         return math.nan
-    return 100 * nan_mean(column(run.rows, "accuracy/mean")[np.abs(spent - budget) <= window / 2])
+    return 100 * run["accuracy/mean"][(spent - budget).abs() <= window / 2].mean()
 
 
 def accuracy_at(budget: int) -> Quantity:
     """Returns the percent right at a budget of sampled tokens."""
 
     def value(run) -> float:
-        spent = column(run.rows, "sampled_tokens_total")
-        return accuracy_around(run, spent, budget, WINDOW_TOKENS)
+        return accuracy_around(run, run["sampled_tokens_total"], budget, WINDOW_TOKENS)
 
     return Quantity(f"accuracy at {budget // 1000} k tokens, %", value)
 
 
 def accuracy_at_groups(run) -> float:
     """Percent right at equally many informative groups."""
-    spent = np.cumsum(column(run.rows, "groups/informative"))
+    spent = run["groups/informative"].cumsum()
     return accuracy_around(run, spent, BUDGET_GROUPS, WINDOW_GROUPS)
 
 

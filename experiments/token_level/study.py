@@ -1,20 +1,18 @@
 """Token-level loss: what becomes of loops, and of the length of wrong answers."""
 
-import numpy as np
+import pandas as pd
 
 from dapo_jax.report import statistics
 from dapo_jax.report.compare import Quantity, last
-from dapo_jax.report.runs import column
 from experiments.forks_base.task import LOOP_LINE_TOKENS
 from experiments.study import ACCURACY, TOKENS, Claim, Study
 
 EARLY_STEPS = 10  # in which most loops are unlearned
 
 
-def loop_shares(run) -> np.ndarray:
+def loop_shares(run) -> pd.Series:
     """Percent of the sampled tokens that lie in loops, step by step."""
-    lines, tokens = (column(run.rows, key) for key in ("task/loop_lines", "response_tokens/mean"))
-    return 100 * LOOP_LINE_TOKENS * lines / tokens
+    return 100 * LOOP_LINE_TOKENS * run["task/loop_lines"] / run["response_tokens/mean"]
 
 
 def loop_share(run) -> float:
@@ -24,12 +22,12 @@ def loop_share(run) -> float:
 
 def early_loop_share(run) -> float:
     """Their mean over the first ten steps."""
-    return statistics.nan_mean(loop_shares(run)[:EARLY_STEPS])
+    return loop_shares(run).head(EARLY_STEPS).mean()
 
 
 def early_wrong(run) -> float:
     """The mean length of wrong answers over those steps."""
-    return statistics.nan_mean(column(run.rows, "response_tokens/wrong")[:EARLY_STEPS])
+    return run["response_tokens/wrong"].head(EARLY_STEPS).mean()
 
 
 LOOPS = Quantity("tokens in loops, %", loop_share)
