@@ -384,11 +384,10 @@ def learning(
     config: ConfigDict, vocab_size: int, kernels: Kernels, *, routes: tuple[int, ...] = ()
 ) -> learner.Learning:
     """Returns the constants of the config's updates; routes: the model's."""
-    c, r = config.learner, config.rollout
-    keys = {**c, **config.algo, "args": config.algo.args.to_dict()}
-    keys["lora_targets"] = tuple(c.lora_targets)  # a list where it is JSON's
+    r, keys = config.rollout, config.algo.to_dict() | config.learner.to_dict()
+    fields = {field.name for field in dataclasses.fields(learner.Learning)}
     return learner.Learning(
-        **keys,
+        **{name: value for name, value in keys.items() if name in fields},
         compute_dtype=config.model.compute_dtype,
         temperature=r.temperature,
         max_response_tokens=r.max_response_tokens,
