@@ -28,7 +28,7 @@ from dapo_jax.logs import record
 from dapo_jax.logs.display import evaluation_line
 from dapo_jax.logs.files import read_json
 from dapo_jax.process import hosts
-from dapo_jax.setup import auto_sizes, components, policy
+from dapo_jax.setup import auto_sizes, components, policy, start
 from dapo_jax.tasks.base import BUILT_IN
 from dapo_jax.tasks.readers import KINDS
 from dapo_jax.tasks.tokenizer import Tokenizer
@@ -102,7 +102,7 @@ def main(_):
         run = policy.open_policy(config, None, fit_model, evaluates=True)
     else:
         if theirs := hosts.on_main(lambda: config_of_run(workdir)):
-            compare.fill_open(config, theirs)
+            config = compare.filled(config, hosts.on_main(lambda: start.begun_with(workdir)))
             fingerprint.require_policy(config, theirs, f"the run in {workdir}")
         run = policy.open_policy(config, workdir, evaluates=True, step=given.step)
     config = run.config

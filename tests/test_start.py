@@ -14,7 +14,6 @@ from shared_programs import programs_compiled_once, small_config  # noqa: F401
 
 from configs.compare import config_differences
 from dapo_jax import algorithm, train
-from dapo_jax.checkpoints import fingerprint
 from dapo_jax.checkpoints.fingerprint import Parent
 from dapo_jax.checkpoints.store import DamagedError
 from dapo_jax.logs.files import LOCK, read_starts
@@ -169,16 +168,15 @@ def test_checkpoints_elsewhere_know_what_their_run_began_with(parent, fork, tmp_
         start(config, tmp_path / "d", origin)
 
 
-def test_a_run_keeps_the_day_of_its_first_start(tmp_path, monkeypatch):
+def test_a_run_keeps_the_day_of_its_first_start(tmp_path):
     """What a chat template writes of the day belongs to the run, and to its forks."""
-    assert fingerprint.day_of(tmp_path) == f"{datetime.date.today()}"
-    for saved, kept in (({"date": "2024-02-29"}, "2024-02-29"), ({}, "")):
-        (tmp_path / "config.json").write_text(json.dumps({"tokenizer": saved}))
-        assert fingerprint.day_of(tmp_path) == kept
-    found = types.SimpleNamespace
-    monkeypatch.setattr(starts, "plan", lambda config, read, training: found(**locals()))
-    planned = starts.plan_training(recipe(), tmp_path / "fork", Parent(tmp_path, 2))
-    assert planned.read.keywords["begun"] == tmp_path
+    assert starts.begun_with(tmp_path) == {"tokenizer.date": f"{datetime.date.today()}"}
+    fork = (tmp_path / "fork", Parent(tmp_path, 2))
+    for kept in ({"tokenizer.date": "2024-02-29"}, {}):
+        tokenizer = {key.partition(".")[2]: day for key, day in kept.items()}
+        (tmp_path / "config.json").write_text(json.dumps({"seed": 3, "tokenizer": tokenizer}))
+        assert starts.begun_with(tmp_path) == {"seed": 3} | kept
+        assert starts.begun_with(*fork) == kept  # the rest is its own config's
 
 
 def test_a_fork_needs_a_run(tmp_path):

@@ -5,9 +5,7 @@ other processes; what differs is refused by the names of the keys. The code of a
 another; `evaluate`, `sample` and `convert` take what is there.
 """
 
-import contextlib
 import dataclasses
-import datetime
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -20,7 +18,7 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from configs.base import MAY_CHANGE, OF_POLICY, eval_settings, mixture_settings
-from configs.compare import as_json, config_differences, current, fill_open
+from configs.compare import as_json, config_differences, current
 from dapo_jax import hub
 from dapo_jax.checkpoints.progress import best_of
 from dapo_jax.logs.files import read_json, read_rows, read_starts
@@ -264,18 +262,20 @@ def parent_of(workdir: pathlib.Path, given: Parent | None) -> Parent | None:
     return Parent.parse(begun) if begun else None
 
 
-def require_same_config(config: ConfigDict, workdir: pathlib.Path) -> None:
-    """Refuses a directory whose config.json is another config's, or cut short (ValueError)."""
-    file = workdir / "config.json"
-    if not file.exists():
-        return
+def config_of(workdir: pathlib.Path) -> dict:
+    """Returns the config of the run in a folder; ValueError where its config.json is cut short."""
     try:
-        theirs = read_json(file)
+        return read_json(workdir / "config.json")
     except ValueError as error:
         raise ValueError(f"{error}; or remove it: checkpoints have the config too") from error
-    ours = current(as_json(config))
-    fill_open(ours, theirs)
-    differing = config_differences(theirs, as_json(ours), but=MAY_CHANGE)
+
+
+def require_same_config(config: ConfigDict, workdir: pathlib.Path) -> None:
+    """Refuses a directory whose config.json is another config's, or cut short (ValueError)."""
+    if not (workdir / "config.json").exists():
+        return
+    theirs = config_of(workdir)
+    differing = config_differences(theirs, as_json(config), but=MAY_CHANGE)
     steps = theirs["num_steps"]
     if config.learner.decay != "none" and config.num_steps != steps:  # the rate's last step
         differing.append(f"num_steps is {config.num_steps}, but was {steps} (learner.decay)")
@@ -305,14 +305,6 @@ def require_unsaved(config: ConfigDict, workdir: pathlib.Path, directory, begin_
             f"checkpoint, though checkpoint.every_steps is {every}; give the run's "
             "checkpoint.directory, or another --workdir to start a new run"
         )
-
-
-def day_of(begun: pathlib.Path | None) -> str:
-    """Returns the day of a run's first start; "" of one before there were days."""
-    if begun and (begun / "config.json").is_file():
-        with contextlib.suppress(ValueError):  # require_same_config refuses it
-            return read_json(begun / "config.json").get("tokenizer", {}).get("date", "")
-    return datetime.date.today().isoformat()
 
 
 def require_alike(everyone: Sequence, compare: Callable) -> None:

@@ -166,7 +166,7 @@ def positions_of(path: str, sizes: ModelConfig) -> int | None:
 
 
 def tokenizer(config: ConfigDict) -> Tokenizer:
-    """The tokenizer of tokenizer.path or model.path; takes its chat and date into the config."""
+    """Returns the tokenizer of tokenizer.path or model.path."""
     path = hub.local(config.tokenizer.path or config.model.path)
     if not path:
         raise ValueError("model.path and tokenizer.path are empty: set one of them")
@@ -174,7 +174,7 @@ def tokenizer(config: ConfigDict) -> Tokenizer:
         name = "tokenizer.path" if config.tokenizer.path else "model.path"
         raise FileNotFoundError(f"{name} = {path!r}: there is no such directory")
     of = config.tokenizer
-    loaded = load_tokenizer(
+    return load_tokenizer(
         path,
         stop_tokens=of.stop_tokens or None,
         chat=of.chat,
@@ -182,8 +182,6 @@ def tokenizer(config: ConfigDict) -> Tokenizer:
         date=of.date,
         chat_args=of.chat_args.to_dict(),
     )
-    of.chat, of.date = loaded.chat, loaded.date
-    return loaded
 
 
 @dataclasses.dataclass(frozen=True)

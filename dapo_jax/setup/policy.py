@@ -99,8 +99,11 @@ def load_policy(
     unread = ("data.",) if evaluates else ("data.", "eval.")
     start.accept_and_fetch(config, *unread, training=False)
     compile_cache.enable()
-    read = functools.partial(start.read_data, begun=workdir, training=False, evaluates=evaluates)
-    planned = start.plan(config, read, fit, training=False)
+    read = functools.partial(start.read_data, training=False, evaluates=evaluates)
+    begun = hosts.on_main(lambda: start.begun_with(workdir))
+    # `sample` leaves open what the run has chosen for its own problems.
+    chosen = begun if evaluates else {"tokenizer.date": begun.get("tokenizer.date", "")}
+    planned = start.plan(config, read, fit, training=False, chosen=chosen)
     config, programs = planned.config, planned.programs
     if workdir is None:
         found = 0, programs.load_weights(dtype=config.model.compute_dtype), None

@@ -12,9 +12,11 @@ what a fork shares with its parent.
 
 import contextlib
 import dataclasses
+import datetime
 import functools
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 from absl import logging
@@ -22,8 +24,8 @@ from clu import parameter_overview
 from etils import epath
 from ml_collections import ConfigDict
 
-from configs.base import leaves, without_effect
-from configs.compare import as_json, config_differences
+from configs.base import OF_POLICY, leaves, without_effect
+from configs.compare import as_json, config_differences, filled
 from dapo_jax import hub, losses
 from dapo_jax.checkpoints import fingerprint
 from dapo_jax.checkpoints.fingerprint import Parent
@@ -143,14 +145,17 @@ def plan(
     fit: Callable = auto_sizes.fit_training,
     *,
     training: bool,
+    chosen: Mapping[str, Any] | None = None,
     devices=None,
 ) -> Planned:
-    """Reads tokenizer and data, resolves what a config leaves open, and makes its programs.
+    """Resolves a config into a new one, and plans its programs; the only place where one is.
 
-    read(config) -> (tokenizer, data). fit(config, tokenizer, data): fills in the sizes that are
-    open then. devices: of a compile-only topology; None: this program's.
+    What it leaves open is as `chosen` before (`begun_with`), else by the model, then by the
+    tokenizer and the data, then by the devices. read(config) -> (tokenizer, data). fit(config,
+    tokenizer, data): fills in the sizes that are open then. devices: of a compile-only topology;
+    None: this program's.
     """
-    config, given = wish.copy_and_resolve_references(), dict(leaves(wish))
+    config, given = filled(wish, chosen or {}), dict(leaves(wish))
     auto_sizes.fit_model(config, training=training)
     components.model_sizes(config)  # refuses before the data is read, which takes minutes
     tokenizer, data = read(config)
@@ -159,27 +164,42 @@ def plan(
     fit(config, tokenizer, data)
     checks.check(config)
     new = ", ".join(f"{key} = {value!r}" for key, value in leaves(config) if value != given[key])
-    chosen = [f"chosen by the model, the data and the devices: {new}"] if new else []
+    line = [f"chosen by the model, the data and the devices: {new}"] if new else []
     programs = components.programs(config, tokenizer.vocab_size, devices=devices)
     if training:
         checks.check_divides(config, programs.mesh)
-    return Planned(config, tokenizer, data, programs, chosen)
+    return Planned(config, tokenizer, data, programs, line)
+
+
+def begun_with(workdir: pathlib.Path | None, parent: Parent | None = None) -> dict[str, Any]:
+    """Returns what was chosen, by dotted key, when the run in a folder began: its config.json.
+
+    Of a fork that has not begun: the keys of its parent's policy. Of a new run: the day, which a
+    chat template may write.
+    """
+    for folder, among in ((workdir, ("",)), (parent and parent.workdir, OF_POLICY)):
+        if folder and (folder / "config.json").is_file():
+            values = leaves(ConfigDict(fingerprint.config_of(folder), type_safe=False))
+            return {key: value for key, value in values if key.startswith(among)}
+    return {"tokenizer.date": datetime.date.today().isoformat()}
 
 
 def plan_training(config: ConfigDict, workdir: pathlib.Path, parent: Parent | None) -> Planned:
     """Plans the run in `workdir`; refuses that of another config."""
-    begun = parent.workdir if parent else workdir
-    read = functools.partial(read_data, begun=begun, training=True)
-    planned = plan(config, read, training=True)
+    read = functools.partial(read_data, training=True)
+    chosen = hosts.on_main(lambda: begun_with(workdir, parent))
+    planned = plan(config, read, training=True, chosen=chosen)
     hosts.on_main(lambda: fingerprint.require_same_config(planned.config, workdir))
     return planned
 
 
-def read_data(config: ConfigDict, *, begun: pathlib.Path | None, **which: bool):
-    """Reads (tokenizer, data); begun: the run's folder, or its parent's. which: of `load_data`."""
-    if not config.tokenizer.date:
-        config.tokenizer.date = hosts.on_main(lambda: fingerprint.day_of(begun))
+def read_data(config: ConfigDict, **which: bool):
+    """Reads (tokenizer, data), and takes the tokenizer's chat and date into the config of `plan`.
+
+    which: of `load_data`.
+    """
     tokenizer = components.tokenizer(config)
+    config.tokenizer.update(chat=tokenizer.chat, date=tokenizer.date)
     return tokenizer, components.load_data(config, tokenizer, **which)
 
 
@@ -312,7 +332,7 @@ def is_finished(config: ConfigDict, workdir: pathlib.Path, parent: Parent | None
     rows = read_rows(workdir / "metrics.jsonl")
     if not rows or rows[-1]["step"] + 1 != config.num_steps:
         return False
-    fingerprint.require_same_config(config, workdir)
+    fingerprint.require_same_config(filled(config, begun_with(workdir)), workdir)
     fingerprint.parent_of(workdir, parent)
     # Killed on its way to more steps there may be no checkpoint of this one.
     return read_json(workdir / "config.json").get("num_steps") == config.num_steps
