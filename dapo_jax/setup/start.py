@@ -12,7 +12,6 @@ what a fork shares with its parent.
 
 import contextlib
 import dataclasses
-import datetime
 import functools
 import pathlib
 from collections.abc import Callable, Mapping
@@ -21,21 +20,21 @@ from typing import Any
 import jax
 from absl import logging
 from clu import parameter_overview
-from etils import epath
 from ml_collections import ConfigDict
 
-from configs.base import OF_POLICY, leaves, without_effect
-from configs.compare import as_json, config_differences, filled
+from configs.base import leaves, without_effect
+from configs.compare import as_json, filled
 from dapo_jax import hub, losses
-from dapo_jax.checkpoints import fingerprint
-from dapo_jax.checkpoints.fingerprint import Parent
+from dapo_jax.checkpoints import begun, fingerprint
+from dapo_jax.checkpoints.begun import Parent
 from dapo_jax.checkpoints.progress import Progress
+from dapo_jax.checkpoints.same_run import FORK, RESUME, Question, require, require_together
 from dapo_jax.checkpoints.snapshots import Snapshots
 from dapo_jax.checkpoints.store import Checkpoints
 from dapo_jax.learner import TrainState
 from dapo_jax.logs import metrics, writers
 from dapo_jax.logs.alarms import Alarms, require_finite
-from dapo_jax.logs.files import locked, read_json, read_rows
+from dapo_jax.logs.files import locked, read_rows
 from dapo_jax.logs.metrics import Stopwatch
 from dapo_jax.logs.record import Record
 from dapo_jax.process import compile_cache, hosts
@@ -122,7 +121,7 @@ def accept_and_fetch(config: ConfigDict, *unread: str, training: bool, weights=T
     unread: how keys begin whose paths the command does not read. weights: whether it reads them.
     """
     check(config, training=training)
-    fingerprint.require_alike(hosts.gather(as_json(config)), config_differences)
+    require_together({"recipe": as_json(config)})
     hub.fetch(hub.paths(config, *unread), weights=weights)
 
 
@@ -150,10 +149,10 @@ def plan(
 ) -> Planned:
     """Resolves a config into a new one, and plans its programs; the only place where one is.
 
-    What it leaves open is as `chosen` before (`begun_with`), else by the model, then by the
-    tokenizer and the data, then by the devices. read(config) -> (tokenizer, data). fit(config,
-    tokenizer, data): fills in the sizes that are open then. devices: of a compile-only topology;
-    None: this program's.
+    What it leaves open is as `chosen` before, else by the model, then by the tokenizer and the
+    data, then by the devices. read(config) -> (tokenizer, data). fit(config, tokenizer, data):
+    fills in the sizes that are open then. devices: of a compile-only topology; None: this
+    program's.
     """
     config, given = filled(wish, chosen or {}), dict(leaves(wish))
     auto_sizes.fit_model(config, training=training)
@@ -171,26 +170,19 @@ def plan(
     return Planned(config, tokenizer, data, programs, line)
 
 
-def begun_with(workdir: pathlib.Path | None, parent: Parent | None = None) -> dict[str, Any]:
-    """Returns what was chosen, by dotted key, when the run in a folder began: its config.json.
-
-    Of a fork that has not begun: the keys of its parent's policy. Of a new run: the day, which a
-    chat template may write.
-    """
-    for folder, among in ((workdir, ("",)), (parent and parent.workdir, OF_POLICY)):
-        if folder and (folder / "config.json").is_file():
-            values = leaves(ConfigDict(fingerprint.config_of(folder), type_safe=False))
-            return {key: value for key, value in values if key.startswith(among)}
-    return {"tokenizer.date": datetime.date.today().isoformat()}
-
-
 def plan_training(config: ConfigDict, workdir: pathlib.Path, parent: Parent | None) -> Planned:
     """Plans the run in `workdir`; refuses that of another config."""
     read = functools.partial(read_data, training=True)
-    chosen = hosts.on_main(lambda: begun_with(workdir, parent))
+    chosen = hosts.on_main(lambda: begun.chosen_before(workdir, parent))
     planned = plan(config, read, training=True, chosen=chosen)
-    hosts.on_main(lambda: fingerprint.require_same_config(planned.config, workdir))
+    hosts.on_main(lambda: require_own(RESUME, planned.config, workdir))
     return planned
+
+
+def require_own(question: Question, config: ConfigDict, workdir: pathlib.Path) -> None:
+    """Refuses the folder of another run by its config.json, if it has any (ValueError)."""
+    if theirs := begun.config_of(workdir):
+        require(question, {"recipe": theirs}, {"recipe": as_json(config)}, f"{workdir}")
 
 
 def read_data(config: ConfigDict, **which: bool):
@@ -211,9 +203,10 @@ def open_run(
     accept_and_fetch(config, training=True)
     compile_cache.enable()
     hosts.on_main(lambda: _lock(config, workdir, stack))
-    parent = hosts.on_main(lambda: fingerprint.parent_of(workdir, given))
+    parent = hosts.on_main(lambda: begun.parent_of(workdir, given))
     c = config.checkpoint
-    own = Checkpoints(directory_of(config, workdir), keep=c.keep, keep_period=c.keep_period)
+    directory = begun.directory_of(config, workdir)
+    own = Checkpoints(directory, keep=c.keep, keep_period=c.keep_period)
     # From here on a stop saves.
     snapshots = stack.enter_context(Snapshots(own, every_steps=c.every_steps, say=print))
     if parent and own.latest_step() is None:
@@ -282,26 +275,24 @@ def _lock(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
         stack.enter_context(locked(place))
 
 
-def directory_of(config: ConfigDict, workdir: pathlib.Path) -> epath.Path:
-    """Returns the directory of a run's checkpoints."""
-    return epath.Path(config.checkpoint.directory or workdir / "checkpoints")
-
-
 def _restored(planned: Planned, own: Checkpoints, workdir: pathlib.Path, parent: Parent | None):
     """Reads (finished steps, state, progress, parent); gives `own` the run's fingerprint."""
-    config, programs = planned.config, planned.programs
-    ours = own.fingerprint = fingerprint.of_run(config, planned.data, parent)
-    if restored := own.restore_latest(programs.state, report=logging.warning):
+    config, programs, log = planned.config, planned.programs, logging.warning
+    origin = str(parent) if parent else None
+    ours = fingerprint.of_run(config, planned.data) | {"origin": origin}
+    same = functools.partial(require, RESUME, ours=ours, report=log)
+    if restored := own.restore_latest(programs.state, require=same, report=log):
         step, state, progress = restored
+        begun.require_steps_left(config, step, own.directory)
         # A new --workdir does not know it: its checkpoint.directory does.
-        theirs = ours["origin"] = (own.fingerprint_of(step) or {}).get("origin")
-        fingerprint.require_steps_left(config, step, own.directory)
-        return step, state, Progress.from_json(progress), theirs and Parent.parse(theirs)
-    first = parent.step if parent else 0
-    hosts.on_main(lambda: fingerprint.require_unsaved(config, workdir, own.directory, first))
+        origin = (own.fingerprint_of(step) or {}).get("origin")
+        own.fingerprint = ours | {"origin": origin}
+        return step, state, Progress.from_json(progress), origin and Parent.parse(origin)
+    own.fingerprint, first = ours, parent.step if parent else 0
+    hosts.on_main(lambda: begun.require_unsaved(config, workdir, own.directory, first))
     if not parent:
         return 0, programs.start_state(), Progress(), None
-    same = functools.partial(fingerprint.require_parent, ours=ours)
+    same = functools.partial(require, FORK, ours=ours)
     with contextlib.closing(parents_checkpoints(config, parent)) as saved:
         state, progress = saved.restore(parent.step, programs.state, require=same)
     return parent.step, state, Progress.from_json(progress).of_fork(), parent
@@ -332,7 +323,7 @@ def is_finished(config: ConfigDict, workdir: pathlib.Path, parent: Parent | None
     rows = read_rows(workdir / "metrics.jsonl")
     if not rows or rows[-1]["step"] + 1 != config.num_steps:
         return False
-    fingerprint.require_same_config(filled(config, begun_with(workdir)), workdir)
-    fingerprint.parent_of(workdir, parent)
+    require_own(RESUME, filled(config, begun.chosen_before(workdir)), workdir)
+    begun.parent_of(workdir, parent)
     # Killed on its way to more steps there may be no checkpoint of this one.
-    return read_json(workdir / "config.json").get("num_steps") == config.num_steps
+    return begun.config_of(workdir).get("num_steps") == config.num_steps
