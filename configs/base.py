@@ -83,14 +83,8 @@ class Key:
 
 
 # Table 1 of the paper: each row adds one technique to the row before.
-TABLE_1 = (
-    "naive_grpo",
-    "overlong_filtering",
-    "clip_higher",
-    "soft_overlong",
-    "token_level",
-    "dapo",
-)
+TABLE_1 = ("naive_grpo", "overlong_filtering", "clip_higher")
+TABLE_1 += ("soft_overlong", "token_level", "dapo")
 
 # Old names of keys: committed rows of studies have them, and a flag or file is told the new one.
 RENAMED = {
@@ -462,19 +456,9 @@ def mixture_settings(config: ConfigDict) -> dict[str, dict]:
 def eval_settings(config: ConfigDict) -> dict[str, dict]:
     """Returns the settings of each evaluation set with k > 0, those it leaves open filled in."""
     e = config.eval
-    return {
-        name: _filled(
-            config,
-            settings,
-            max_prompts=e.max_prompts,
-            k=e.samples_per_prompt,
-            temperature=e.temperature,
-            top_p=e.top_p,
-            top_k=e.top_k,
-        )
-        for name, settings in e.sets.items()
-        if settings.k != 0
-    }
+    of_all = {name: e[name] for name in ("max_prompts", "temperature", "top_p", "top_k")}
+    of_all["k"] = e.samples_per_prompt
+    return {name: _filled(config, it, **of_all) for name, it in e.sets.items() if it.k != 0}
 
 
 def has_environments(config: ConfigDict) -> bool:

@@ -24,11 +24,11 @@ from dapo_jax.types import Prompt
 from models import families
 
 
-def of_run(config: ConfigDict, data) -> dict:
+def of_run(config: ConfigDict, data, parent=None) -> dict:
     """Returns this run's fingerprint, JSON-able; ValueError where the processes' differ.
 
-    data: a `components.Data`. All processes call it. Of weight files, which are large, they compare
-    the sizes, and divide the digests.
+    data: a `components.Data`. parent: a fork's. All processes call it. Of weight files, which are
+    large, they compare the sizes, and divide the digests.
     """
     train, settings = data.train, mixture_settings(config)
     own = of_policy(config, weights=False) | {
@@ -45,7 +45,7 @@ def of_run(config: ConfigDict, data) -> dict:
     }
     sizes = {file.name: file.stat().length for file in _weight_files(config)}
     require_together(own | {"files": own["files"] | {"model.path, bytes": sizes}})
-    return own | of_policy(config, weights=True)
+    return own | of_policy(config, weights=True) | {"origin": parent and str(parent)}
 
 
 def of_policy(config: ConfigDict, *, weights: bool) -> dict:

@@ -46,7 +46,7 @@ def dry_run(config: ConfigDict, workdir: pathlib.Path, parent: Parent | None) ->
     if path := config.model.path:
         hf.check_files(hub.local(path), run.programs.sizes, needed=hub.local(path) == path)
     say("\n".join([*run.lines(), *example_lines(run.data, run.tokenizer)]))
-    ours = fingerprint.of_run(config, run.data) | {"origin": str(parent) if parent else None}
+    ours = fingerprint.of_run(config, run.data, parent)
     try:
         if step is not None and (theirs := hosts.on_main(lambda: there.fingerprint_of(step))):
             require(question, theirs, ours, f"checkpoint {step} in {there.directory}", say)

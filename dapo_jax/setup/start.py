@@ -278,8 +278,7 @@ def _lock(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
 def _restored(planned: Planned, own: Checkpoints, workdir: pathlib.Path, parent: Parent | None):
     """Reads (finished steps, state, progress, parent); gives `own` the run's fingerprint."""
     config, programs, log = planned.config, planned.programs, logging.warning
-    origin = str(parent) if parent else None
-    ours = fingerprint.of_run(config, planned.data) | {"origin": origin}
+    ours = fingerprint.of_run(config, planned.data, parent)
     same = functools.partial(require, RESUME, ours=ours, report=log)
     if restored := own.restore_latest(programs.state, require=same, report=log):
         step, state, progress = restored
