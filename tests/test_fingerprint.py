@@ -197,9 +197,14 @@ def test_the_same_texts_as_other_tokens_are_another_runs():
 
 
 def test_how_a_set_is_named_does_not_count():
-    old = fingerprint_of(**TWO)
-    renamed = {f"data.mixture.{i}": it for i, it in enumerate(old["data"].values())}
+    old, other = fingerprint_of(**TWO), fingerprint_of(**TWO | {"mixture": [prompts(30, r3="8")]})
+    renamed, changed = (
+        {f"data.mixture.{i}": it for i, it in enumerate(run["data"].values())}
+        for run in (old, other)
+    )
     require(FORK, old, old | {"data": renamed}, "checkpoint 5")
+    with pytest.raises(ValueError, match=r"data\.mixture\.0: its prompts differ"):
+        require(FORK, old, old | {"data": changed}, "checkpoint 5")
 
 
 def test_processes_with_different_data_are_refused(monkeypatch):
