@@ -61,7 +61,7 @@ class Parent:
         if "checkpoint" not in config:  # a model's directory has a config.json too
             raise FileNotFoundError(f"--start={self}: {file} is missing, or no run's config")
         directory = directory_of(current(config), self.workdir)
-        steps = steps_in(directory)
+        steps = sorted(int(it.name) for it in directory.glob("*") if it.name.isdecimal())
         if self.step not in steps:
             raise FileNotFoundError(
                 f"--start={self}: {directory} has no checkpoint {self.step}, only {steps}"
@@ -79,11 +79,6 @@ def directory_of(config: ConfigDict, workdir: pathlib.Path) -> epath.Path:
     return epath.Path(config.checkpoint.directory or workdir / "checkpoints")
 
 
-def steps_in(directory: epath.Path) -> list[int]:
-    """Returns the steps of the checkpoints in a directory, ascending."""
-    return sorted(int(it.name) for it in directory.glob("*") if it.name.isdecimal())
-
-
 def best_step(config: ConfigDict, workdir: pathlib.Path) -> int:
     """Returns which checkpoint is the best by the run's evaluations of the set checkpoint.best.
 
@@ -95,7 +90,7 @@ def best_step(config: ConfigDict, workdir: pathlib.Path) -> int:
     last = max(results, key=lambda it: it["step"])["settings"][name] if results else {}
     alike = [it for it in results if it["settings"][name] == last]
     scores = {str(it["step"]): it["sets"][name][f"mean@{last['k']}"] for it in alike}
-    steps = steps_in(directory)
+    steps = sorted(int(it.name) for it in directory.glob("*") if it.name.isdecimal())
     if (best := best_of({name: scores}, steps)) is None:
         raise ValueError(
             f"none of the checkpoints {steps} in {directory} was evaluated on checkpoint.best = "

@@ -5,7 +5,7 @@ without digests. `dapo_jax.sweep` has no runs to ask, and compares configs alone
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from configs.base import MAY_CHANGE, OF_POLICY
 from configs.compare import config_differences
@@ -21,13 +21,13 @@ class Question:
     """Who asks: what counts for them, and what they are told where it differs.
 
     refusal: {where} names what is compared with, {what} lists what differs, key by key. parts: of a
-    fingerprint, which count. among: the beginnings of the config's keys that count. but: those of
-    keys that may differ: in the config without a word, in another part with one. before: the words
-    for an old value.
+    fingerprint, which count beside its config. among: the beginnings of the config's keys that
+    count. but: those of keys that may differ: in the config without a word, elsewhere with one.
+    before: the words for an old value.
     """
 
     refusal: str
-    parts: tuple[str, ...] = ("recipe", "data", "eval", "files", "modules", "origin")
+    parts: tuple[str, ...] = ("data", "eval", "files", "modules", "origin")
     among: tuple[str, ...] = ("",)
     but: tuple[str, ...] = ()
     before: str = "was {}"
@@ -44,13 +44,13 @@ RESUME = Question(
 FORK = Question(
     "{where} cannot be forked: {what}. A fork goes on with the run's model, tokenizer, LoRA shape, "
     "seed and training data; all else may be another",
-    parts=("recipe", "data", "files"),
+    parts=("data", "files"),
     among=(*OF_POLICY, "seed"),
 )
 EVALUATE = Question(
     "{where} is of another policy: {what}. Give the run's own config, and the files that it was "
     "started with",
-    parts=("recipe", "files"),
+    parts=("files",),
     among=OF_POLICY,
 )
 # A question may be put in another way than the problems of training.
@@ -59,22 +59,16 @@ SAMPLE = dataclasses.replace(EVALUATE, but=("tokenizer.chat", "tokenizer.date"))
 TOGETHER = Question("{where} differs from process 0: {what}", before="{} on process 0")
 
 
-def require(
-    question: Question,
-    theirs: Mapping,
-    ours: Mapping,
-    where: str,
-    report: Callable[[str], None] = print,
-) -> None:
+def require(question: Question, theirs: Mapping, ours: Mapping, where: str, report=print) -> None:
     """Refuses a fingerprint that is of another run for who asks (ValueError).
 
-    theirs: the checkpoint's, or the run's. report: takes what may differ, and is said.
+    theirs: the checkpoint's, or the run's. report(text): says what may differ.
     """
-    found = list(differences(question, theirs, ours))
-    if refused := [text for text in found if not text.startswith(question.but)]:
+    texts = list(differences(question, theirs, ours))
+    if refused := [text for text in texts if not text.startswith(question.but)]:
         raise ValueError(question.refusal.format(where=where, what=listed(refused)))
-    if found:
-        report(f"{listed(found)}: numbers from here on are not comparable with those before")
+    if texts:
+        report(f"{listed(texts)}: numbers from here on are not comparable with those before")
 
 
 def require_together(mine: Mapping) -> None:
@@ -94,19 +88,19 @@ def differences(question: Question, old: Mapping, new: Mapping) -> Iterator[str]
     if "num_steps" in question.but and b["learner"]["decay"] != "none" and was != ends:
         yield f"learner.decay ends at num_steps = {ends}, but did at {was}"
     for part in question.parts:
-        if part != "recipe" and part in old and part in new:
+        if part in old and part in new:
             yield from PARTS[part](old[part], new[part])
 
 
-def _of_stream(old: Mapping, new: Mapping) -> Iterator[str]:
+def _stream(old: Mapping, new: Mapping) -> Iterator[str]:
     """Compares training sets in the stream's order: how a set is named, or read, does not count."""
     if len(old) != len(new):
         yield f"there are {len(new)} training sets (data.train, data.mixture), not {len(old)}"
     else:
-        yield from _of_sets(dict(zip(new, old.values(), strict=True)), new)
+        yield from _sets(dict(zip(new, old.values(), strict=True)), new)
 
 
-def _of_sets(old: Mapping, new: Mapping) -> Iterator[str]:
+def _sets(old: Mapping, new: Mapping) -> Iterator[str]:
     for key in sorted(old.keys() & new.keys()):
         a, b = old[key], new[key]
         if a["prompts"] != b["prompts"]:
@@ -119,18 +113,18 @@ def _of_sets(old: Mapping, new: Mapping) -> Iterator[str]:
             yield f"{key}: its share of the prompts is {b['share']}, not {a['share']}"
 
 
-def _of_files(old: Mapping, new: Mapping) -> Iterator[str]:
+def _files(old: Mapping, new: Mapping) -> Iterator[str]:
     for key in sorted(old.keys() & new.keys()):
         names = old[key].keys() | new[key].keys()
-        if not any(name.endswith(WEIGHTS) for name in new[key]):  # they are not needed
+        if not any(name.endswith(WEIGHTS) for name in new[key]):  # who asks needs none of them
             names = {name for name in names if not name.endswith(WEIGHTS)}
         for name in sorted(names):
             if old[key].get(name) != new[key].get(name):
                 yield f"{key}: {name} differs"
 
 
-def _of_modules(old: Mapping, new: Mapping) -> Iterator[str]:
-    yield from _of_files(old, new)
+def _modules(old: Mapping, new: Mapping) -> Iterator[str]:
+    yield from _files(old, new)
     if "verifier.rules" in new.keys() - old.keys():
         yield (
             f"verifier.rules {LIBRARY!r} is the published library, but was the project's own "
@@ -138,21 +132,15 @@ def _of_modules(old: Mapping, new: Mapping) -> Iterator[str]:
         )
 
 
-def _of_origin(old: str | None, new: str | None) -> Iterator[str]:
+def _origin(old: str | None, new: str | None) -> Iterator[str]:
     if new not in (None, old):
         yield f"--start is {new!r}, but it began {'from ' + old if old else 'without one'}"
 
 
-PARTS = {
-    "data": _of_stream,
-    "eval": _of_sets,
-    "files": _of_files,
-    "modules": _of_modules,
-    "origin": _of_origin,
-}
+PARTS = {"data": _stream, "eval": _sets, "files": _files, "modules": _modules, "origin": _origin}
 
 
-def listed(found: Sequence[str]) -> str:
+def listed(texts: Sequence[str]) -> str:
     """Lists the first differences, and says how many more there are."""
-    more = len(found) - SHOWN_DIFFERENCES
-    return "; ".join(found[:SHOWN_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
+    more = len(texts) - SHOWN_DIFFERENCES
+    return "; ".join(texts[:SHOWN_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
