@@ -84,7 +84,7 @@ def differences(question: Question, old: Mapping, new: Mapping) -> Iterator[str]
     # A seed makes random weights.
     among = question.among if b["model"]["path"] else (*question.among, "seed")
     yield from config_differences(a, b, among=among, but=question.but, before=question.before)
-    was, ends = a["num_steps"], b["num_steps"]  # the last step of the learning rate
+    was, ends = a.get("num_steps"), b["num_steps"]  # the last step of the learning rate
     if "num_steps" in question.but and b["learner"]["decay"] != "none" and was != ends:
         yield f"learner.decay ends at num_steps = {ends}, but did at {was}"
     for part in question.parts:
