@@ -2,11 +2,13 @@
 
 A config (tiny.py, qwen2_5_32b.py) starts from `get_config()` and sets what differs. `FILE:PRESET`
 on the command line applies a row of the paper's Table 1, or another paper's loss, to any config.
-A new key is a line of KEYS; `--help`, the checks and its type on the command line follow.
+A new key is a line of KEYS; `--help`, the checks and its type on the command line follow. One that
+an update reads is a field of dapo_jax.learner.Learning too.
 """
 
 import dataclasses
 import difflib
+import functools
 import importlib
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -82,14 +84,8 @@ class Key:
 
 
 # Table 1 of the paper: each row adds one technique to the row before.
-TABLE_1 = (
-    "naive_grpo",
-    "overlong_filtering",
-    "clip_higher",
-    "soft_overlong",
-    "token_level",
-    "dapo",
-)
+TABLE_1 = ("naive_grpo", "overlong_filtering", "clip_higher")
+TABLE_1 += ("soft_overlong", "token_level", "dapo")
 
 # Old names of keys: committed rows of studies have them, and a flag or file is told the new one.
 RENAMED = {
@@ -143,215 +139,203 @@ DAPO_MATH_17K = "hf://datasets/BytedTsinghua-SIA/DAPO-Math-17k/data/dapo-math-17
 AIME_2024 = "hf://datasets/BytedTsinghua-SIA/AIME-2024/data/aime-2024.parquet"
 
 
+may_change = functools.partial(Key, may_change=True)  # declares a key of a role
+of_policy = functools.partial(Key, of_policy=True)
 # fmt: off
 KEYS = {
-    "seed": Key(0, "of the prompts' order, of all sampling and of random weights",
-                at_least=0, at_most=2**32 - 1),
-    "num_steps": Key(300, "rollout steps", at_least=1, may_change=True),
+    "seed": Key(0, "of the prompts' order, of all sampling and of random weights", at_least=0,
+        at_most=2**32 - 1),
+    "num_steps": may_change(300, "rollout steps", at_least=1),
     "updates_per_step": Key(16, "mini-batches, each one optimizer update, one pass", at_least=1),
 
-    "model.path": Key("", "the start policy: a Hugging Face directory, or ORG/NAME on its hub; "
-                      "\"\": random weights", of_policy=True),
-    "model.family": Key("qwen2", "or qwen3, llama, a custom module \"my_models.x\"; \"\": by the "
-                        "directory", open="", of_policy=True),
-    "model.preset": Key("", "the family's name for sizes: what path has, or for random weights",
-                        of_policy=True),
-    "model.compute_dtype": Key("bfloat16", "or float32; weights and moments stay float32; \"\": as "
-                               "the device has it", choices=("float32", "bfloat16", ""), open="",
-                               of_policy=True),
-    "model.kernels": Key("auto", "or cpu, gpu, tpu, xla, gpu_interpret, tpu_interpret",
-                         may_change=True),
+    "model.path": of_policy("", 'the start policy: a Hugging Face directory, or ORG/NAME on its '
+        'hub; "": random weights'),
+    "model.family": of_policy("qwen2", 'or qwen3, llama, a custom module "my_models.x"; "": by the '
+        'directory', open=""),
+    "model.preset": of_policy("", "the family's name for sizes: what path has, or for random "
+        "weights"),
+    "model.compute_dtype": of_policy("bfloat16", 'or float32; weights and moments stay float32; '
+        '"": as the device has it', choices=("float32", "bfloat16", ""), open=""),
+    "model.kernels": may_change("auto", "or cpu, gpu, tpu, xla, gpu_interpret, tpu_interpret"),
 
-    "tokenizer.path": Key("", "directory, or ORG/NAME; \"\": model.path", of_policy=True),
-    "tokenizer.stop_tokens": Key((), "token texts; (): those that the model's files name",
-                                 of_policy=True),
-    "tokenizer.chat": Key("none", "or \"template\": the tokenizer's chat template; \"auto\": where "
-                          "there is one", choices=("none", "template", "auto"), open="auto",
-                          of_policy=True),
-    "tokenizer.chat_args": Key({}, "arguments of the chat template, one a flag: "
-                               "--config.tokenizer.chat_args.enable_thinking=False",
-                               of_policy=True, only=("tokenizer.chat", "template", "auto")),
-    "tokenizer.date": Key("", "the day, as 2026-11-27, of a chat template that writes one; \"\": "
-                          "the run's first", open="", of_policy=True),
+    "tokenizer.path": of_policy("", 'directory, or ORG/NAME; "": model.path'),
+    "tokenizer.stop_tokens": of_policy((), "token texts; (): those that the model's files name"),
+    "tokenizer.chat": of_policy("none", "or \"template\": the tokenizer's chat template; \"auto\": "
+        "where there is one", choices=("none", "template", "auto"), open="auto"),
+    "tokenizer.chat_args": of_policy({}, "arguments of the chat template, one a flag: "
+        "--config.tokenizer.chat_args.enable_thinking=False",
+        only=("tokenizer.chat", "template", "auto")),
+    "tokenizer.date": of_policy("", "the day, as 2026-11-27, of a chat template that writes one; "
+        "\"\": the run's first", open=""),
 
-    "data.on_bad_row": Key("error", "or \"skip\": count it and go on", choices=("error", "skip")),
+    "data.on_bad_row": Key("error", 'or "skip": count it and go on', choices=("error", "skip")),
     "verifier.rules": Key("dapo", "the reference's rules; or strict, strict_box, symbolic, "
-                          "math_verify", choices="dapo_jax.verifier:RULES"),
+        "math_verify", choices="dapo_jax.verifier:RULES"),
 
     "rollout.num_prompts": Key(512, "informative groups that one step trains on", at_least=1),
     "rollout.group_size": Key(16, "responses a prompt (G)", at_least=2),
     "rollout.max_prompt_tokens": Key(2_048, "longer prompts are dropped at the start; 0: the "
-                                     "data's longest, 2,048 at most", at_least=0, open=0),
+        "data's longest, 2,048 at most", at_least=0, open=0),
     "rollout.max_response_tokens": Key(20_480, "L_max of Eq. 13; 0: the model's positions behind a "
-                                       "prompt, in training 4,096 at most", at_least=0, open=0),
+        "prompt, in training 4,096 at most", at_least=0, open=0),
     "rollout.temperature": Key(1.0, "of training's responses", above=0),
     "rollout.top_p": Key(1.0, "1.0: off, as the update's ratio has it", above=0, at_most=1),
     "rollout.top_k": Key(0, "0: off", at_least=0),
-    "rollout.generation_prompts": Key(1_536, "the first guess of how many prompts a step needs; 0: "
-                                      "twice num_prompts, as far as there are", at_least=0, open=0),
-    "rollout.max_generation_batches": Key(10, "times as many prompts at most in a step (Eq. 11)",
-                                          at_least=1, may_change=True),
-    "rollout.on_generation_cap": Key("train", "on what there is; or \"stop\" the run cleanly",
-                                     choices=("train", "stop"), may_change=True),
-    "rollout.cache_mib": Key(16_384, "keys and values of prompts and responses, on each device; 0: "
-                             "for the first generation batch, as memory and a CPU's cores allow",
-                             at_least=0, may_change=True),
-    "rollout.slot_tokens": Key(4_608, "response tokens of cache a slot; longer ones take more; 0: "
-                               "half of the limit", at_least=0, may_change=True),
+    "rollout.generation_prompts": Key(1_536, "the first guess of how many prompts a step needs; "
+        "0: twice num_prompts, as far as there are", at_least=0, open=0),
+    "rollout.max_generation_batches": may_change(10, "times as many prompts at most in a step "
+        "(Eq. 11)", at_least=1),
+    "rollout.on_generation_cap": may_change("train", 'on what there is; or "stop" the run cleanly',
+        choices=("train", "stop")),
+    "rollout.cache_mib": may_change(16_384, "keys and values of prompts and responses, on each "
+        "device; 0: for the first generation batch, as memory and a CPU's cores allow", at_least=0),
+    "rollout.slot_tokens": may_change(4_608, "response tokens of cache a slot; longer ones take "
+        "more; 0: half of the limit", at_least=0),
     "rollout.page_tokens": Key(128, "the cache is handed out in pages of so many tokens, or more "
-                               "where the kernels need it", at_least=1),
+        "where the kernels need it", at_least=1),
     "rollout.block_tokens": Key(16, "decode steps per block; the scheduler runs between blocks",
-                                at_least=1),
+        at_least=1),
     "rollout.max_turns": Key(8, "of an episode, where a data set has an environment", at_least=1,
-                             only=("environment",)),
-    "rollout.environment_seconds": Key(60.0, "the longest that one call of an environment may take",
-                                       above=0, may_change=True, only=("environment",)),
-    "rollout.on_environment_failure": Key(
-        "stop", "where it has failed for environment_seconds; or \"leave_out\": no update trains "
-        "on its group", choices=("stop", "leave_out"), may_change=True, only=("environment",)),
-    "rollout.open_environments": Key(0, "of a process at once, as a server's sessions; 0: any",
-                                     at_least=0, may_change=True, only=("environment",)),
-    "rollout.partial_rollout_steps": Key(
-        0, "a step ends when it has enough; unfinished responses continue in the next steps, in "
-        "this many at most, with tokens of several policies. The cache stays beside the update, "
-        "and a run resumes at a multiple of checkpoint.every_steps only; 0: off", at_least=0),
+        only=("environment",)),
+    "rollout.environment_seconds": may_change(60.0, "the longest that one call of an environment "
+        "may take", above=0, only=("environment",)),
+    "rollout.on_environment_failure": may_change("stop", 'where it has failed for '
+        'environment_seconds; or "leave_out": no update trains on its group',
+        choices=("stop", "leave_out"), only=("environment",)),
+    "rollout.open_environments": may_change(0, "of a process at once, as a server's sessions; "
+        "0: any", at_least=0, only=("environment",)),
+    "rollout.partial_rollout_steps": Key(0, "a step ends when it has enough; unfinished responses "
+        "continue in the next steps, in this many at most, with tokens of several policies. The "
+        "cache stays beside the update, and a run resumes at a multiple of checkpoint.every_steps "
+        "only; 0: off", at_least=0),
 
     "algo.ratio": Key("token", "Eq. 8; or sequence, GSPO's", choices="dapo_jax.losses:RATIOS"),
-    "algo.policy_loss": Key("clip", "Eq. 8; or cispo, none, kl_cov, a custom \"module:function\"",
-                            choices="dapo_jax.losses:POLICY_LOSSES", custom=True),
+    "algo.policy_loss": Key("clip", 'Eq. 8; or cispo, none, kl_cov, a custom "module:function"',
+        choices="dapo_jax.losses:POLICY_LOSSES", custom=True),
     "algo.args": Key({}, "constants of a custom policy_loss: --config.algo.args.NAME=1",
-                     only=("algo.policy_loss", "a custom one")),
-    "algo.advantage_scale": Key("group_std", "Eq. 9; or batch_std, token_whiten, none, a custom "
-                                "\"module:function\"",
-                                choices="dapo_jax.losses:ADVANTAGES", custom=True),
+        only=("algo.policy_loss", "a custom one")),
+    "algo.advantage_scale": Key("group_std", 'Eq. 9; or batch_std, token_whiten, none, a custom '
+        '"module:function"', choices="dapo_jax.losses:ADVANTAGES", custom=True),
     "algo.eps_low": Key(0.2, "Eq. 10", at_least=0, only=("algo.policy_loss", "clip", "cispo")),
     "algo.eps_high": Key(0.28, "Eq. 10, clip-higher", at_least=0,
-                         only=("algo.policy_loss", "clip", "cispo")),
+        only=("algo.policy_loss", "clip", "cispo")),
     "algo.dual_clip": Key(10.0, "bound on the loss of negative advantages (recipe)", above=1,
-                          only=("algo.policy_loss", "clip")),
+        only=("algo.policy_loss", "clip")),
     "algo.loss_aggregation": Key("token_mean", "Eq. 12; or sequence_mean, prompt_mean, constant",
-                                 choices="dapo_jax.algorithm:AGGREGATIONS"),
-    "algo.kl_cov_share": Key(2e-3, "of a mini-batch's tokens, which kl_cov holds back",
-                             above=0, at_most=1, only=("algo.policy_loss", "kl_cov")),
+        choices="dapo_jax.algorithm:AGGREGATIONS"),
+    "algo.kl_cov_share": Key(2e-3, "of a mini-batch's tokens, which kl_cov holds back", above=0,
+        at_most=1, only=("algo.policy_loss", "kl_cov")),
     "algo.kl_cov_coef": Key(1.0, "weight of their KL penalty", at_least=0,
-                            only=("algo.policy_loss", "kl_cov")),
+        only=("algo.policy_loss", "kl_cov")),
     "algo.old_logprobs": Key("sampler", "whose log-probabilities Eq. 8's ratio is to; or learner: "
-                             "a forward pass more, the first ratio is 1",
-                             choices=("sampler", "learner"), only=("algo.ratio", "token")),
+        "a forward pass more, the first ratio is 1", choices=("sampler", "learner"),
+        only=("algo.ratio", "token")),
     "algo.tis_cap": Key(0.0, "cap on a token's weight of learner to sampler, where old_logprobs = "
-                        "learner; 0.0: no weight", at_least=0),
+        "learner; 0.0: no weight", at_least=0),
     "algo.replay_routes": Key(True, "the learner sends tokens to the experts that the sampler "
-                              "chose, where the model has any (arXiv 2510.11370)"),
+        "chose, where the model has any (arXiv 2510.11370)"),
     "algo.dynamic_sampling": Key(True, "Eq. 11"),
     "algo.filter_groups": Key("correctness", "Eq. 11's; or \"reward\": lengths pass groups too",
-                              choices="dapo_jax.algorithm:FILTERS",
-                              only=("algo.dynamic_sampling",)),
+        choices="dapo_jax.algorithm:FILTERS", only=("algo.dynamic_sampling",)),
     "algo.overlong_filtering": Key(False, "mask the loss of truncated responses"),
-    "algo.overlong_cache_tokens": Key(4_096, "L_cache of Eq. 13; -1: a fifth of L_max",
-                                      at_least=-1, open=-1, only=("algo.overlong_factor",)),
+    "algo.overlong_cache_tokens": Key(4_096, "L_cache of Eq. 13; -1: a fifth of L_max", at_least=-1,
+        open=-1, only=("algo.overlong_factor",)),
     "algo.overlong_factor": Key(1.0, "0.0: no soft overlong punishment", at_least=0),
     "algo.kl_coef": Key(0.0, "weight of GRPO's KL term to the start policy; DAPO has none",
-                        at_least=0),
+        at_least=0),
     "algo.entropy_coef": Key(0.0, "weight of an entropy bonus; DAPO has none", at_least=0),
 
-    "learner.learning_rate": Key(1e-6, "of AdamW, after the warm-up (section 4.1)",
-                                 above=0, at_most=1),
+    "learner.learning_rate": Key(1e-6, "of AdamW, after the warm-up (section 4.1)", above=0,
+        at_most=1),
     "learner.warmup_steps": Key(20, "rollout steps, linear", at_least=0),
     "learner.decay": Key("none", "of the learning rate after the warm-up, to 0 at num_steps: none, "
-                         "cosine or linear", choices="dapo_jax.learner:DECAYS"),
+        "cosine or linear", choices="dapo_jax.learner:DECAYS"),
     "learner.adam_b1": Key(0.9, "decay of the first moment", at_least=0, at_most=1 - 2**-24),
     "learner.adam_b2": Key(0.999, "decay of the second moment", at_least=0, at_most=1 - 2**-24),
     "learner.adam_eps": Key(1e-8, "beside the root of the second moment", above=0),
     "learner.weight_decay": Key(0.1, "decoupled, of AdamW", at_least=0),
     "learner.max_grad_norm": Key(1.0, "global norm to which gradients are clipped", above=0),
-    "learner.max_skipped_updates": Key(3, "in a row, not being finite: then the run stops",
-                                       at_least=1, may_change=True),
-    "learner.row_tokens": Key(22_528, "a packed row; holds the longest prompt and response; 0: "
-                              "chosen by the lengths", at_least=0, may_change=True),
-    "learner.row_lengths": Key(1, "row lengths of which an update takes that with the least "
-                               "padding: row_tokens, an eighth more (in whole 1,024s, or 64s where "
-                               "row_tokens is less than 1,024), and so on",
-                               at_least=1, at_most=9, may_change=True),
-    "learner.micro_batch_rows": Key(32, "rows of one gradient-accumulation step, all devices; 0: "
-                                    "chosen by the devices", at_least=0, may_change=True),
-    "learner.remat": Key("full", "what the backward pass recomputes. full: each layer from its "
-                         "input; none: nothing; keep_products, keep_attention; offload",
-                         choices="models.transformer:REMAT", may_change=True),
-    "learner.spread_start": Key(True, "in bfloat16, move each weight of the start to a random one "
-                                "of those that round alike: the policy is the same, and follows "
-                                "its updates from the first step on", may_change=True,
-                                only=("model.compute_dtype", "bfloat16", "")),
-    "learner.lora_rank": Key(0, "train low-rank factors instead of all weights; 0: off",
-                             at_least=0, of_policy=True),
-    "learner.lora_alpha": Key(32.0, "the factors' product counts alpha / rank", above=0,
-                              of_policy=True, only=("learner.lora_rank",)),
-    "learner.lora_targets": Key(("q", "k", "v", "o", "gate", "up", "down"),
-                                "the adapted matrices", of_policy=True,
-                                only=("learner.lora_rank",)),
+    "learner.max_skipped_updates": may_change(3, "in a row, not being finite: then the run stops",
+        at_least=1),
+    "learner.row_tokens": may_change(22_528, "a packed row; holds the longest prompt and response; "
+        "0: chosen by the lengths", at_least=0),
+    "learner.row_lengths": may_change(1, "row lengths of which an update takes that with the least "
+        "padding: row_tokens, an eighth more (in whole 1,024s, or 64s where row_tokens is less "
+        "than 1,024), and so on", at_least=1, at_most=9),
+    "learner.micro_batch_rows": may_change(32, "rows of one gradient-accumulation step, all "
+        "devices; 0: chosen by the devices", at_least=0),
+    "learner.remat": may_change("full", "what the backward pass recomputes. full: each layer from "
+        "its input; none: nothing; keep_products, keep_attention; offload",
+        choices="models.transformer:REMAT"),
+    "learner.spread_start": may_change(True, "in bfloat16, move each weight of the start to a "
+        "random one of those that round alike: the policy is the same, and follows its updates "
+        "from the first step on", only=("model.compute_dtype", "bfloat16", "")),
+    "learner.lora_rank": of_policy(0, "train low-rank factors instead of all weights; 0: off",
+        at_least=0),
+    "learner.lora_alpha": of_policy(32.0, "the factors' product counts alpha / rank", above=0,
+        only=("learner.lora_rank",)),
+    "learner.lora_targets": of_policy(("q", "k", "v", "o", "gate", "up", "down"), "the adapted "
+        "matrices", only=("learner.lora_rank",)),
 
-    "mesh.slices": Key(1, "TPU slices side by side; the data centre's network is between them",
-                       at_least=1, may_change=True),
-    "mesh.data": Key(-1, "of a slice; -1: all devices that mesh.model leaves", at_least=-1,
-                     may_change=True),
-    "mesh.model": Key(1, "must divide the model's key/value heads", at_least=1, may_change=True),
-    "mesh.cpu_devices": Key(0, "on CPU: devices that the host counts as; 0: one, as JAX has it",
-                            at_least=0, may_change=True),
+    "mesh.slices": may_change(1, "TPU slices side by side; the data centre's network is between "
+        "them", at_least=1),
+    "mesh.data": may_change(-1, "of a slice; -1: all devices that mesh.model leaves", at_least=-1),
+    "mesh.model": may_change(1, "must divide the model's key/value heads", at_least=1),
+    "mesh.cpu_devices": may_change(0, "on CPU: devices that the host counts as; 0: one, as JAX has "
+        "it", at_least=0),
 
-    "eval.every_steps": Key(5, "beside the next step's rollout, and after training alone; 0: never",
-                            at_least=0, may_change=True),
-    "eval.samples_per_prompt": Key(32, "k of mean@k, pass@k, maj@k; for sets that say none",
-                                   at_least=1, may_change=True, only=("eval.every_steps",)),
-    "eval.max_prompts": Key(0, "the first so many of each set; 0: all", at_least=0,
-                            may_change=True, only=("eval.every_steps",)),
-    "eval.temperature": Key(1.0, "of an evaluation's responses; 0: greedy", at_least=0,
-                            may_change=True, only=("eval.every_steps",)),
-    "eval.top_p": Key(0.7, "of an evaluation's responses", above=0, at_most=1, may_change=True,
-                      only=("eval.every_steps",)),
-    "eval.top_k": Key(0, "of an evaluation's responses; 0: off", at_least=0, may_change=True,
-                      only=("eval.every_steps",)),
+    "eval.every_steps": may_change(5, "beside the next step's rollout, and after training alone; "
+        "0: never", at_least=0),
+    "eval.samples_per_prompt": may_change(32, "k of mean@k, pass@k, maj@k; for sets that say none",
+        at_least=1, only=("eval.every_steps",)),
+    "eval.max_prompts": may_change(0, "the first so many of each set; 0: all", at_least=0,
+        only=("eval.every_steps",)),
+    "eval.temperature": may_change(1.0, "of an evaluation's responses; 0: greedy", at_least=0,
+        only=("eval.every_steps",)),
+    "eval.top_p": may_change(0.7, "of an evaluation's responses", above=0, at_most=1,
+        only=("eval.every_steps",)),
+    "eval.top_k": may_change(0, "of an evaluation's responses; 0: off", at_least=0,
+        only=("eval.every_steps",)),
 
-    "checkpoint.directory": Key("", "one that all hosts see, gs://...; \"\": WORKDIR/checkpoints",
-                                may_change=True),
-    "checkpoint.every_steps": Key(5, "rollout steps from save to save; partial rollouts compute "
-                                  "their keys and values again there", at_least=1, may_change=True),
-    "checkpoint.keep": Key(2, "newest checkpoints kept", at_least=1, may_change=True),
-    "checkpoint.keep_period": Key(0, "multiples of so many steps are kept too; 0: off",
-                                  at_least=0, may_change=True),
-    "checkpoint.best": Key("", "an evaluation set's name: the policy with its best mean@k so far "
-                           "is saved, due or not, and kept (--step=best); \"\": off",
-                           may_change=True),
+    "checkpoint.directory": may_change("", 'one that all hosts see, gs://...; "": '
+        'WORKDIR/checkpoints'),
+    "checkpoint.every_steps": may_change(5, "rollout steps from save to save; partial rollouts "
+        "compute their keys and values again there", at_least=1),
+    "checkpoint.keep": may_change(2, "newest checkpoints kept", at_least=1),
+    "checkpoint.keep_period": may_change(0, "multiples of so many steps are kept too; 0: off",
+        at_least=0),
+    "checkpoint.best": may_change("", "an evaluation set's name: the policy with its best mean@k "
+        "so far is saved, due or not, and kept (--step=best); \"\": off"),
 
-    "alarms.min_entropy": Key(1e-3, "nats; python -m dapo_jax.logs.alarms lists the alarms",
-                              at_least=0, may_change=True),
-    "alarms.max_ratio_gap": Key(0.0, "0: by the compute dtype", at_least=0, may_change=True),
+    "alarms.min_entropy": may_change(1e-3, "nats; python -m dapo_jax.logs.alarms lists the alarms",
+        at_least=0),
+    "alarms.max_ratio_gap": may_change(0.0, "0: by the compute dtype", at_least=0),
 
-    "log.samples_every_steps": Key(10, "four responses, printed and given to the writers as a "
-                                   "table; 0: never", at_least=0, may_change=True),
-    "log.rollouts_every_steps": Key(1, "rollouts/<step>.jsonl.gz; 0: never", at_least=0,
-                                    may_change=True),
-    "log.eval_responses": Key(True, "eval/<finished steps>.<set>.jsonl.gz", may_change=True,
-                              only=("eval.every_steps",)),
-    "log.writers": Key(("tensorboard",), "more places for the numbers: \"tensorboard\", \"wandb\", "
-                       "\"trackio\", a custom \"module:Class\"", may_change=True),
-    "log.metrics": Key((), "more numbers of a step: \"module:function\" of a "
-                       "dapo_jax.logs.metrics.Step", may_change=True),
+    "log.samples_every_steps": may_change(10, "four responses, printed and given to the writers as "
+        "a table; 0: never", at_least=0),
+    "log.rollouts_every_steps": may_change(1, "rollouts/<step>.jsonl.gz; 0: never", at_least=0),
+    "log.eval_responses": may_change(True, "eval/<finished steps>.<set>.jsonl.gz",
+        only=("eval.every_steps",)),
+    "log.writers": may_change(("tensorboard",), 'more places for the numbers: "tensorboard", '
+        '"wandb", "trackio", a custom "module:Class"'),
+    "log.metrics": may_change((), 'more numbers of a step: "module:function" of a '
+        'dapo_jax.logs.metrics.Step'),
 }
 # The keys of a data set: data.train, data.mixture.NAME (more training sets, mixed by weight) and
 # eval.sets.NAME.
 DATASET = {
-    "task": Key("", "a name of dapo_jax.tasks.base, or a custom \"module:Class\"; \"\": math"),
+    "task": Key("", 'a name of dapo_jax.tasks.base, or a custom "module:Class"; "": math'),
     "kind": Key("", "the file's schema, one of dapo_jax.tasks.readers.KINDS (\"\": by the path's "
-                "ending), or \"arithmetic\", which is generated"),
-    "path": Key("", "the file with its rows, or hf://datasets/ORG/NAME[@REVISION]/FILE; a \"*\" in "
-                "its name stands for shards"),
-    "prompt_field": Key("", "of a row; \"a.b\" is field b of field a; \"\": that of the kind"),
-    "answer_field": Key("", "of a row; \"\": that of the kind"),
+        "ending), or \"arithmetic\", which is generated"),
+    "path": Key("", 'the file with its rows, or hf://datasets/ORG/NAME[@REVISION]/FILE; a "*" in '
+        'its name stands for shards'),
+    "prompt_field": Key("", 'of a row; "a.b" is field b of field a; "": that of the kind'),
+    "answer_field": Key("", 'of a row; "": that of the kind'),
     "template": Key("", "dapo, boxed, none, or a text with {problem}; \"\": the task's own for "
-                    "questions, none for chats"),
+        "questions, none for chats"),
     "system": Key("", "a system message before each of its prompts"),
     "environment": Key("", "module:Class, which answers the turns of its episodes"),
-    "rules": Key("", "those that grade it; \"\": verifier.rules",
-                 choices="dapo_jax.verifier:RULES"),
+    "rules": Key("", 'those that grade it; "": verifier.rules', choices="dapo_jax.verifier:RULES"),
     "levels": Key((1, 2, 3, 4), "of generated problems"),
     "count": Key(10_000, "of generated problems"),
     "seed": Key(0, "of generated problems"),
@@ -359,11 +343,11 @@ DATASET = {
     "args": Key({}, "more arguments of a custom task"),
     "max_prompts": Key(None, "the first so many; 0: all", at_least=0, kind=int),
     "weight": Key(None, "of a training set beside others, how often its prompts are taken; 0: it "
-                  "is left out; None: 1", at_least=0, kind=float),
+        "is left out; None: 1", at_least=0, kind=float),
     "k": Key(None, "of an evaluation set: responses a problem; 0: it is left out; None: "
-             "eval.samples_per_prompt", at_least=0, kind=int),
+        "eval.samples_per_prompt", at_least=0, kind=int),
     "temperature": Key(None, "of an evaluation set; None: eval.temperature", at_least=0,
-                       kind=float),
+        kind=float),
     "top_p": Key(None, "of an evaluation set; None: eval.top_p", above=0, at_most=1, kind=float),
     "top_k": Key(None, "of an evaluation set; 0: off; None: eval.top_k", at_least=0, kind=int),
 }
@@ -461,19 +445,9 @@ def mixture_settings(config: ConfigDict) -> dict[str, dict]:
 def eval_settings(config: ConfigDict) -> dict[str, dict]:
     """Returns the settings of each evaluation set with k > 0, those it leaves open filled in."""
     e = config.eval
-    return {
-        name: _filled(
-            config,
-            settings,
-            max_prompts=e.max_prompts,
-            k=e.samples_per_prompt,
-            temperature=e.temperature,
-            top_p=e.top_p,
-            top_k=e.top_k,
-        )
-        for name, settings in e.sets.items()
-        if settings.k != 0
-    }
+    of_all = {name: e[name] for name in ("max_prompts", "temperature", "top_p", "top_k")}
+    of_all["k"] = e.samples_per_prompt
+    return {name: _filled(config, it, **of_all) for name, it in e.sets.items() if it.k != 0}
 
 
 def has_environments(config: ConfigDict) -> bool:

@@ -8,6 +8,7 @@ import json
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -69,12 +70,12 @@ def as_json(config: ConfigDict) -> dict:
     return json.loads(config.to_json_best_effort())
 
 
-def fill_open(config: ConfigDict, chosen: Mapping) -> None:
-    """Takes what a config leaves open from the one that a run has in its config.json."""
-    for name, value in base.leaves(config):
-        if (key := base.KEYS.get(name)) and key.open is not None and value == key.open:
-            section, _, last = name.partition(".")
-            config[section][last] = chosen[section].get(last, value)
+def filled(config: ConfigDict, chosen: Mapping[str, Any]) -> ConfigDict:
+    """Returns a new config: what this one leaves open is as it was chosen, by dotted key."""
+    new = config.copy_and_resolve_references()
+    opened = (key for key, it in base.leaves(config) if base.key_of(key).open == it is not None)
+    new.update_from_flattened_dict({key: chosen[key] for key in opened if key in chosen})
+    return new
 
 
 def config_differences(

@@ -21,12 +21,10 @@ from ml_collections import ConfigDict
 
 from configs import compare
 from configs.base import eval_settings
-from dapo_jax.checkpoints import fingerprint
 from dapo_jax.cli import command, config_flags
 from dapo_jax.evaluation import Evaluation, settings_of
 from dapo_jax.logs import record
 from dapo_jax.logs.display import evaluation_line
-from dapo_jax.logs.files import read_json
 from dapo_jax.process import hosts
 from dapo_jax.setup import auto_sizes, components, policy
 from dapo_jax.tasks.base import BUILT_IN
@@ -101,9 +99,6 @@ def main(_):
         config.learner.lora_rank = 0  # a model alone has no factors
         run = policy.open_policy(config, None, fit_model, evaluates=True)
     else:
-        if theirs := hosts.on_main(lambda: config_of_run(workdir)):
-            compare.fill_open(config, theirs)
-            fingerprint.require_policy(config, theirs, f"the run in {workdir}")
         run = policy.open_policy(config, workdir, evaluates=True, step=given.step)
     config = run.config
     say("\n".join([*run.chosen, *run.data.report_lines()]))
@@ -133,14 +128,6 @@ def fit_model(config: ConfigDict, tokenizer: Tokenizer, data: components.Data) -
     auto_sizes.fit_lengths(config, data.longest_prompt())
     responses = sum(len(it.prompts) * it.k for it in data.eval_sets.values())
     auto_sizes.fit_cache(config, responses)
-
-
-def config_of_run(workdir: pathlib.Path) -> dict | None:
-    """Reads the config of the run in a directory; None where only its checkpoints have it."""
-    if not workdir.is_dir():
-        raise FileNotFoundError(f"--workdir={workdir}: there is no such directory")
-    file = workdir / "config.json"
-    return read_json(file) if file.is_file() else None
 
 
 def interval_line(name: str, scores: Mapping[str, float], settings: Mapping) -> str:

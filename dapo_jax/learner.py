@@ -17,7 +17,6 @@ import numpy as np
 import optax
 from flax import nnx, struct
 
-from configs.base import KEYS
 from dapo_jax.algorithm import importance_ratio, token_weights
 from dapo_jax.logprobs import HeadLoss, Softmax, chosen_logprobs, head_loss, head_loss_of_rows
 from dapo_jax.losses import high_covariance, token_loss
@@ -43,30 +42,52 @@ class TrainState:
     opt_state: Any
 
 
-_KEYS = [
-    (name.rpartition(".")[2], type(key.default), key.default)
-    for name, key in KEYS.items()
-    if name.startswith(("algo.", "learner.")) and name != "algo.args"
-]
-
-
 @dataclasses.dataclass(frozen=True)
-class Learning(dataclasses.make_dataclass("LossAndLearnerKeys", _KEYS, frozen=True)):
-    """The constants of an update: all keys of algo and learner (configs/base.py), and some more.
+class Learning:
+    """The constants of an update, under the names of the config's keys (configs/base.py).
 
     temperature: the sampler's. vocab_size: the tokenizer's. update_responses: of a mini-batch.
     routes: the model's, ModelConfig.routes.
     """
 
-    args: dict = dataclasses.field(default_factory=dict, hash=False)  # algo.args
-    compute_dtype: str = "bfloat16"
-    temperature: float = 1.0
-    vocab_size: int = 0
-    max_response_tokens: int = 0
-    update_responses: int = 0
-    lora: Lora | None = None
-    routes: tuple[int, ...] = ()
-    kernels: Kernels | None = None
+    # Of algo:
+    ratio: str
+    policy_loss: str
+    eps_low: float
+    eps_high: float
+    dual_clip: float
+    kl_cov_share: float
+    kl_cov_coef: float
+    loss_aggregation: str
+    overlong_filtering: bool
+    old_logprobs: str
+    tis_cap: float
+    kl_coef: float
+    entropy_coef: float
+    replay_routes: bool
+    args: dict = dataclasses.field(hash=False)
+    # Of learner:
+    learning_rate: float
+    warmup_steps: int
+    decay: str
+    adam_b1: float
+    adam_b2: float
+    adam_eps: float
+    weight_decay: float
+    max_grad_norm: float
+    row_tokens: int
+    row_lengths: int
+    micro_batch_rows: int
+    remat: str
+    # Of the model, the rollout and the devices:
+    compute_dtype: str
+    temperature: float
+    vocab_size: int
+    max_response_tokens: int
+    update_responses: int
+    lora: Lora | None
+    routes: tuple[int, ...]
+    kernels: Kernels
 
 
 def optimizer(learning: Learning) -> optax.GradientTransformation:

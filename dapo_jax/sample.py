@@ -24,6 +24,7 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from configs import any_model
+from dapo_jax.checkpoints.same_run import SAMPLE
 from dapo_jax.cli import command
 from dapo_jax.episodes import Environments
 from dapo_jax.printable import conversation, printable_lines
@@ -138,8 +139,7 @@ def load() -> tuple[Policy, Callable, Environments | None]:
             auto_sizes.fit_lengths(config, max(1, tokens), most=TALK_TOKENS)
         auto_sizes.fit_cache(config, given.n)
 
-    may_differ = ("tokenizer.chat", "tokenizer.date")  # chat_args among them
-    run = policy.open_policy(config, workdir, fit, step=given.step, may_differ=may_differ)
+    run = policy.open_policy(config, workdir, fit, step=given.step, question=SAMPLE)
     where = f"{workdir} after {run.step} steps" if workdir else given.model
     asks = f"--template={template!r}, chat {run.config.tokenizer.chat}"
     print(f"{where}, {asks}", file=sys.stderr)

@@ -21,7 +21,7 @@ import jax
 from absl import flags
 
 from dapo_jax import algorithm, learner, losses, rollout
-from dapo_jax.checkpoints import digests, fingerprint
+from dapo_jax.checkpoints import begun, digests, fingerprint
 from dapo_jax.checkpoints.progress import Progress, best_of
 from dapo_jax.cli import command, config_flags
 from dapo_jax.evaluation import Evaluation, settings_of
@@ -36,7 +36,7 @@ from sharding import rules
 def train(config, workdir: pathlib.Path, parent=None, profile: int | None = None) -> None:
     """Runs, or resumes, the config in `workdir` until config.num_steps rollout steps are done.
 
-    parent: the fingerprint.Parent of a fork. profile: the step to write a trace of.
+    parent: the begun.Parent of a fork. profile: the step to write a trace of.
     """
     if hosts.on_main(lambda: start.is_finished(config, workdir, parent)):
         return conclude(workdir, was_finished=True)
@@ -269,10 +269,9 @@ def main(_):
     given = flags.FLAGS
     config, workdir = given.config, pathlib.Path(given.workdir)
     hosts.start(several=given.distributed, cpu_devices=config.mesh.cpu_devices)
-    text = given.start
-    parent = (
-        None if text is None else hosts.on_main(lambda: fingerprint.Parent.parse(text, workdir))
-    )
+    text, parent = given.start, None
+    if text is not None:
+        parent = hosts.on_main(lambda: begun.Parent.parse(text, workdir))
     if given.dry_run:
         return dry_run.dry_run(config, workdir, parent)
     return train(config, workdir, parent, given.profile)

@@ -18,7 +18,7 @@ os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable
 from small_config import small
 
 from dapo_jax import train
-from dapo_jax.checkpoints.fingerprint import Parent
+from dapo_jax.checkpoints.begun import Parent
 from dapo_jax.process import hosts
 from dapo_jax.sampler import cache
 

@@ -18,8 +18,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from runs import contents, saved_steps
 from states import abstract, assert_bitwise_equal, assert_restored, fail, restored, saved, state_at
 
+from configs import base
 from dapo_jax.checkpoints import digests, store
-from dapo_jax.checkpoints.fingerprint import Parent, best_step
+from dapo_jax.checkpoints.begun import Parent, best_step
 from dapo_jax.checkpoints.store import Checkpoints, DamagedError
 from dapo_jax.logs.metrics import LOGP, TOKENS, VERDICTS
 from dapo_jax.logs.record import sample_digests
@@ -91,11 +92,13 @@ def test_the_best_step_is_named_by_the_evaluations_of_one_kind(tmp_path):
         write(*result)
     (tmp_path / "eval" / "8.aime24.t1_p1_k4.json").write_text("{}")  # of `evaluate`
     (saved := tmp_path / "checkpoints").mkdir()
+    config = base.get_config()
+    config.checkpoint.best = "aime24"
     with pytest.raises(ValueError, match=r"none of the checkpoints \[\] .*best = 'aime24'; give"):
-        best_step(tmp_path, saved, "aime24")
+        best_step(config, tmp_path)
     for step in (2, 4, 6, 8):
         (saved / f"{step}").mkdir()
-    assert best_step(tmp_path, saved, "aime24") == 4  # 0 and 9 have no checkpoint
+    assert best_step(config, tmp_path) == 4  # 0 and 9 have no checkpoint
     for name in ("aime24", ""):
         content = {"checkpoint": {"directory": "", "best": name}}
         (tmp_path / "config.json").write_text(json.dumps(content))

@@ -1,7 +1,6 @@
 """A run's files under damage: what is said, what is kept, who may write, where it came from."""
 
 import errno
-import json
 import os
 import re
 import subprocess
@@ -15,7 +14,8 @@ from processes import ROOT, ran
 from small_config import small
 
 from configs import tiny
-from dapo_jax.checkpoints import fingerprint
+from configs.compare import as_json
+from dapo_jax.checkpoints.same_run import EVALUATE, SAMPLE, require
 from dapo_jax.convert import convert
 from dapo_jax.evaluation import settings_of
 from dapo_jax.logs import provenance, record
@@ -150,14 +150,19 @@ def test_an_evaluation_overwrites_neither_trainings_nor_anothers(tmp_path):
 def test_evaluate_compares_the_policy_with_the_runs(monkeypatch):
     monkeypatch.chdir(ROOT)
     config = tiny.get_config()
-    theirs = json.loads(config.to_json_best_effort())
+    theirs = {"recipe": as_json(config)}
     others = {"mesh.data": 1, "eval.top_p": 0.5, "seed": 3, "verifier.rules": "strict"}
     config.update_from_flattened_dict(others | {"model.path": str(ROOT / config.model.path)})
-    fingerprint.require_policy(config, theirs, "the run")
+    require(EVALUATE, theirs, {"recipe": as_json(config)}, "the run")
     config.tokenizer.chat = "template"
     with pytest.raises(ValueError, match=r"tokenizer.chat is 'template', but was 'none'"):
-        fingerprint.require_policy(config, theirs, "the run")
-    fingerprint.require_policy(config, theirs, "the run", may_differ=("tokenizer.chat",))
+        require(EVALUATE, theirs, {"recipe": as_json(config)}, "the run")
+    require(SAMPLE, theirs, {"recipe": as_json(config)}, "the run")
+    config.model.path, config.model.preset = "", "tiny"  # random weights are a seed's
+    theirs = {"recipe": as_json(config)}
+    config.seed = 4
+    with pytest.raises(ValueError, match=r"policy: seed is 4, but was 3\. Give the run's own"):
+        require(EVALUATE, theirs, {"recipe": as_json(config)}, "the run")
 
 
 def test_a_run_does_not_import_what_its_config_names(tmp_path, monkeypatch):

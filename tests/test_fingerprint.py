@@ -15,6 +15,7 @@ from small_config import small
 
 from configs import base
 from dapo_jax.checkpoints import fingerprint
+from dapo_jax.checkpoints.same_run import FORK, RESUME, require
 from dapo_jax.tasks.datasets import Mixture
 from dapo_jax.types import Example, Prompt
 
@@ -49,7 +50,7 @@ def fingerprint_of(train=None, held_out=None, mixture=(), weights=(1.0,), **sett
 
 def said_of(new: dict, old: dict | None = None) -> list[str]:
     reports = []
-    fingerprint.require_same(old or fingerprint_of(), new, "checkpoint 5 in DIR", reports.append)
+    require(RESUME, old or fingerprint_of(), new, "checkpoint 5 in DIR", reports.append)
     return reports
 
 
@@ -81,8 +82,8 @@ def test_a_fork_or_resumed_run_has_the_same_mixture(new, message):
     with pytest.raises(ValueError, match="is of another run"):
         said_of(fingerprint_of(**new), old)
     with pytest.raises(ValueError, match=f"cannot be forked: .*{message}"):
-        fingerprint.require_parent(old, fingerprint_of(**new), "checkpoint 5 in DIR")
-    fingerprint.require_parent(old, fingerprint_of(**TWO | {"weights": (2.0, 4.0)}), "checkpoint 5")
+        require(FORK, old, fingerprint_of(**new), "checkpoint 5 in DIR")
+    require(FORK, old, fingerprint_of(**TWO | {"weights": (2.0, 4.0)}), "checkpoint 5")
 
 
 @pytest.mark.parametrize(
@@ -142,9 +143,9 @@ def test_custom_code_belongs_to_a_run(tmp_path, monkeypatch, settings, edited, r
     if refusal.startswith("said: ") or not refusal:
         assert "".join(said_of(new, old)).startswith(refusal.removeprefix("said: "))
         return
-    with pytest.raises(ValueError, match=rf"{refusal}\S* differs.*a fork, which goes on"):
+    with pytest.raises(ValueError, match=rf"{refusal}\S* differs.*a fork, --start"):
         said_of(new, old)
-    fingerprint.require_parent(old, new, "checkpoint 5")
+    require(FORK, old, new, "checkpoint 5")
 
 
 def test_extras_that_are_no_json_have_a_digest_that_is_the_same_each_time():
@@ -196,17 +197,22 @@ def test_the_same_texts_as_other_tokens_are_another_runs():
 
 
 def test_how_a_set_is_named_does_not_count():
-    old = fingerprint_of(**TWO)
-    renamed = {f"data.mixture.{i}": it for i, it in enumerate(old["data"].values())}
-    fingerprint.require_parent(old, old | {"data": renamed}, "checkpoint 5")
+    old, other = fingerprint_of(**TWO), fingerprint_of(**TWO | {"mixture": [prompts(30, r3="8")]})
+    renamed, changed = (
+        {f"data.mixture.{i}": it for i, it in enumerate(run["data"].values())}
+        for run in (old, other)
+    )
+    require(FORK, old, old | {"data": renamed}, "checkpoint 5")
+    with pytest.raises(ValueError, match=r"data\.mixture\.0: its prompts differ"):
+        require(FORK, old, old | {"data": changed}, "checkpoint 5")
 
 
 def test_processes_with_different_data_are_refused(monkeypatch):
     gathered = []
 
     def gather(mine):
-        gathered.append(copy.deepcopy(mine))
-        return [gathered[0], mine]
+        gathered.extend([copy.deepcopy(mine)] if "recipe" in mine else [])
+        return [gathered[0], mine] if "recipe" in mine else [mine]
 
     monkeypatch.setattr(fingerprint.hosts, "gather", gather)
     fingerprint_of()

@@ -7,7 +7,6 @@ import pytest
 
 from configs import any_model, base, one_gpu, tiny
 from dapo_jax import learner
-from dapo_jax.checkpoints import fingerprint
 from dapo_jax.preflight import examine
 from dapo_jax.setup import auto_sizes, checks, components, start
 
@@ -50,9 +49,18 @@ def test_a_plan_keeps_arguments_as_they_are_and_the_wish_does_not_change(tmp_pat
     run = start.plan_training(wish, tmp_path, None)
     assert run.config.algo.args.to_dict() == arguments
     assert "algo.args" not in run.chosen[0]
-    (tmp_path / "config.json").write_text(run.config.to_json_best_effort())
-    fingerprint.require_same_config(wish, tmp_path)  # what is open is what the run has chosen
     assert dict(base.leaves(wish)) == before
+
+
+def test_what_is_open_stays_as_the_run_has_chosen_it(tmp_path):
+    """A run begun on a GPU in bfloat16 was refused on a CPU, which chose float32 for it."""
+    wish = tiny.get_config()
+    wish.model.compute_dtype = ""
+    chosen = start.plan_training(wish, tmp_path / "new", None).config
+    assert chosen.model.compute_dtype == "float32"
+    chosen.model.compute_dtype = "bfloat16"
+    (tmp_path / "config.json").write_text(chosen.to_json_best_effort())
+    assert start.plan_training(wish, tmp_path, None).config.model.compute_dtype == "bfloat16"
 
 
 @pytest.mark.parametrize("model", [1, 2])

@@ -227,7 +227,7 @@ def test_a_start_model_that_has_changed_is_refused(run, tmp_path):
     file = folder / "base" / "model.safetensors"
     before = file.read_bytes()
     file.write_bytes(before[:-4] + b"\0\0\0\0")
-    message = r"checkpoint 1 in .* began with another model: model\.path: model.safet.* differs"
+    message = r"checkpoint 1 in .* is of another policy: model\.path: model.safet.* differs"
     other = components.programs(config, 384)
     for step in (None, 0):
         with pytest.raises(ValueError, match=message):

@@ -10,7 +10,7 @@ from small_config import task_of
 
 from configs import base, tiny
 from dapo_jax import evaluate
-from dapo_jax.checkpoints.fingerprint import Parent
+from dapo_jax.checkpoints.begun import Parent
 from dapo_jax.cli import config_flags
 from dapo_jax.logs import writers
 from dapo_jax.setup import checks, components, policy, start

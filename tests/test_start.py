@@ -12,10 +12,9 @@ import pytest
 from runs import contents, digests, responses, rows_without_timings
 from shared_programs import programs_compiled_once, small_config  # noqa: F401
 
-from configs.compare import config_differences
+from configs.compare import as_json, config_differences
 from dapo_jax import algorithm, train
-from dapo_jax.checkpoints import fingerprint
-from dapo_jax.checkpoints.fingerprint import Parent
+from dapo_jax.checkpoints.begun import Parent, chosen_before
 from dapo_jax.checkpoints.store import DamagedError
 from dapo_jax.logs.files import LOCK, read_starts
 from dapo_jax.process import hosts
@@ -102,7 +101,7 @@ def test_another_run_is_refused_by_its_key_and_changes_nothing(parent, tmp_path)
 
     before, saved = kept(), {"checkpoint.directory": str(parent / "checkpoints")}
     for workdir, settings, message in (
-        (parent, {"algo.eps_high": 0.24}, "another config: algo.eps_high is 0.24, but was 0.28"),
+        (parent, {"algo.eps_high": 0.24}, "of another run: algo.eps_high is 0.24, but was 0.28"),
         (parent, {"num_steps": 2}, "num_steps = 2, but the run in .* has finished 3 steps"),
         (parent, {"checkpoint.directory": str(tmp_path)}, "3 finished steps, but .* no checkpoint"),
         # Another --workdir has no config.json to compare with.
@@ -115,8 +114,8 @@ def test_another_run_is_refused_by_its_key_and_changes_nothing(parent, tmp_path)
 
 
 def test_processes_with_different_settings_are_refused_by_key(monkeypatch):
-    other = json.loads(recipe(**{"rollout.cache_mib": 64}).to_json_best_effort())
-    monkeypatch.setattr(starts.hosts, "gather", lambda config: [config, other])
+    other = {"recipe": as_json(recipe(**{"rollout.cache_mib": 64}))}
+    monkeypatch.setattr(starts.hosts, "gather", lambda mine: [mine, other])
     message = "process 1 differs from process 0: rollout.cache_mib is 64, but 3 on process 0"
     with pytest.raises(ValueError, match=message):
         policy.open_policy(recipe(), None, evaluates=True)
@@ -169,16 +168,15 @@ def test_checkpoints_elsewhere_know_what_their_run_began_with(parent, fork, tmp_
         start(config, tmp_path / "d", origin)
 
 
-def test_a_run_keeps_the_day_of_its_first_start(tmp_path, monkeypatch):
+def test_a_run_keeps_the_day_of_its_first_start(tmp_path):
     """What a chat template writes of the day belongs to the run, and to its forks."""
-    assert fingerprint.day_of(tmp_path) == f"{datetime.date.today()}"
-    for saved, kept in (({"date": "2024-02-29"}, "2024-02-29"), ({}, "")):
-        (tmp_path / "config.json").write_text(json.dumps({"tokenizer": saved}))
-        assert fingerprint.day_of(tmp_path) == kept
-    found = types.SimpleNamespace
-    monkeypatch.setattr(starts, "plan", lambda config, read, training: found(**locals()))
-    planned = starts.plan_training(recipe(), tmp_path / "fork", Parent(tmp_path, 2))
-    assert planned.read.keywords["begun"] == tmp_path
+    assert chosen_before(tmp_path) == {"tokenizer.date": f"{datetime.date.today()}"}
+    fork = (tmp_path / "fork", Parent(tmp_path, 2))
+    for kept in ({"tokenizer.date": "2024-02-29"}, {}):
+        tokenizer = {key.partition(".")[2]: day for key, day in kept.items()}
+        (tmp_path / "config.json").write_text(json.dumps({"seed": 3, "tokenizer": tokenizer}))
+        assert chosen_before(tmp_path) == {"seed": 3} | kept
+        assert chosen_before(*fork) == kept  # the rest is its own config's
 
 
 def test_a_fork_needs_a_run(tmp_path):

@@ -163,7 +163,7 @@ def test_a_dry_run_checks_and_tells_the_next_step_and_writes_nothing(finished, t
     assert "dry run: 3 of 7 steps are done" in lines(finished, num_steps=7)
     with pytest.raises(ValueError, match=r"num_steps = 2, but the run in .* has finished 3 steps"):
         lines(finished, num_steps=2)
-    with pytest.raises(ValueError, match=r"num_steps is 7, but was 3 \(learner\.d"):
+    with pytest.raises(ValueError, match=r"learner\.decay ends at num_steps = 7, but did at 3"):
         lines(finished, num_steps=7, **{"learner.decay": "linear"})
     assert times(finished) == before
     broken = shutil.copytree(finished, tmp_path / "broken")

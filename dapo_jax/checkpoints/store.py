@@ -8,7 +8,6 @@ with status 75, and nothing is taken for damage.
 
 import contextlib
 import errno
-import functools
 import itertools
 import json
 import os
@@ -20,8 +19,9 @@ import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint.checkpoint_managers import preservation_policy as preservation
 
-from dapo_jax.checkpoints import digests, fingerprint
+from dapo_jax.checkpoints import digests
 from dapo_jax.checkpoints.progress import best_of
+from dapo_jax.checkpoints.same_run import listed
 from dapo_jax.logs.files import json_digest
 from dapo_jax.process import hosts
 from dapo_jax.process.failures import brief, is_damage, is_transient
@@ -54,8 +54,7 @@ class Checkpoints:
     progress: a JSON-able dict with the host's side. The newest `keep` are kept (None: all, and
     nothing is cleaned up, for what only reads), those whose steps are multiples of `keep_period`
     (0: of none), and the best by the progress's "scores".
-    fingerprint: this run's (`fingerprint.of_run`), saved with each checkpoint; where it is set,
-    `restore_latest` refuses a checkpoint of another run.
+    fingerprint: this run's (`fingerprint.of_run`), saved with each checkpoint.
     """
 
     def __init__(self, directory, *, keep: int | None, keep_period: int = 0):
@@ -117,21 +116,19 @@ class Checkpoints:
             if kept and hosts.is_main_host() and not place.exists():
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(place))
 
-    def restore_latest(self, abstract_state: Any, *, report: Callable[[str], None]):
+    def restore_latest(self, abstract_state: Any, *, report: Callable, require=None):
         """Reads (step, state, progress) of the newest undamaged checkpoint; None without any.
 
         abstract_state: ShapeDtypeStructs with shardings, the mesh's of this run. All processes
         take the same: one that any of them finds damaged is reported, the one before is taken, and
-        the damaged one is set aside, as `damaged.STEP.N`. Raises ValueError if all are damaged
-        (they stay), since starting anew would overwrite the run, or if the newest undamaged one is
-        another run's; OSError if they cannot be read for now.
+        the damaged one is set aside, as `damaged.STEP.N`. require: as of `restore`. Raises
+        ValueError if all are damaged (they stay), since starting anew would overwrite the run;
+        OSError if they cannot be read for now.
         """
-        steps, same, errors = self._agreed_steps(), None, {}
-        if self.fingerprint:
-            same = functools.partial(fingerprint.require_same, ours=self.fingerprint, report=report)
+        steps, errors = self._agreed_steps(), {}
         for step in steps:
             try:
-                state, progress = self._read(step, abstract_state, same)
+                state, progress = self._read(step, abstract_state, require)
             except DamagedError as error:
                 report(f"{error}; trying the one before, which would leave it as damaged.{step}")
                 errors[step] = error
@@ -214,7 +211,7 @@ class Checkpoints:
         elif len({theirs for *_, theirs, _ in everyone}) > 1:
             worst, why = TRANSIENT, f"the processes read different ones; {ONE_FOLDER}"
         elif wrong := list(_differing(manifest["arrays"], [theirs for *_, theirs in everyone])):
-            worst, why = DAMAGED, f"not what was saved: {fingerprint.listed(wrong)}"
+            worst, why = DAMAGED, f"not what was saved: {listed(wrong)}"
         if worst == DAMAGED:
             raise DamagedError(f"{name} cannot be read ({why})")
         if worst == TRANSIENT:
@@ -243,7 +240,7 @@ class Checkpoints:
         if differing:
             raise ValueError(
                 f"checkpoint {step} in {self.directory} is of another model: "
-                f"{fingerprint.listed(differing)}. Give the model that it was trained from, or "
+                f"{listed(differing)}. Give the model that it was trained from, or "
                 "another --workdir"
             )
 

@@ -166,7 +166,7 @@ def positions_of(path: str, sizes: ModelConfig) -> int | None:
 
 
 def tokenizer(config: ConfigDict) -> Tokenizer:
-    """The tokenizer of tokenizer.path or model.path; takes its chat and date into the config."""
+    """Returns the tokenizer of tokenizer.path or model.path."""
     path = hub.local(config.tokenizer.path or config.model.path)
     if not path:
         raise ValueError("model.path and tokenizer.path are empty: set one of them")
@@ -174,7 +174,7 @@ def tokenizer(config: ConfigDict) -> Tokenizer:
         name = "tokenizer.path" if config.tokenizer.path else "model.path"
         raise FileNotFoundError(f"{name} = {path!r}: there is no such directory")
     of = config.tokenizer
-    loaded = load_tokenizer(
+    return load_tokenizer(
         path,
         stop_tokens=of.stop_tokens or None,
         chat=of.chat,
@@ -182,8 +182,6 @@ def tokenizer(config: ConfigDict) -> Tokenizer:
         date=of.date,
         chat_args=of.chat_args.to_dict(),
     )
-    of.chat, of.date = loaded.chat, loaded.date
-    return loaded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -384,11 +382,10 @@ def learning(
     config: ConfigDict, vocab_size: int, kernels: Kernels, *, routes: tuple[int, ...] = ()
 ) -> learner.Learning:
     """Returns the constants of the config's updates; routes: the model's."""
-    c, r = config.learner, config.rollout
-    keys = {**c, **config.algo, "args": config.algo.args.to_dict()}
-    keys["lora_targets"] = tuple(c.lora_targets)  # a list where it is JSON's
+    r, keys = config.rollout, config.algo.to_dict() | config.learner.to_dict()
+    fields = {field.name for field in dataclasses.fields(learner.Learning)}
     return learner.Learning(
-        **keys,
+        **{name: value for name, value in keys.items() if name in fields},
         compute_dtype=config.model.compute_dtype,
         temperature=r.temperature,
         max_response_tokens=r.max_response_tokens,

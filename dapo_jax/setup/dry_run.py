@@ -3,7 +3,6 @@
 Nothing is loaded to the devices, locked, or written but to the hub's cache. Preflight compiles.
 """
 
-import functools
 import math
 import pathlib
 from collections.abc import Iterator
@@ -12,8 +11,9 @@ import jax
 from ml_collections import ConfigDict
 
 from dapo_jax import hub, learner
-from dapo_jax.checkpoints import fingerprint
-from dapo_jax.checkpoints.fingerprint import Parent
+from dapo_jax.checkpoints import begun, fingerprint
+from dapo_jax.checkpoints.begun import Parent
+from dapo_jax.checkpoints.same_run import FORK, RESUME, require
 from dapo_jax.checkpoints.store import Checkpoints, DamagedError
 from dapo_jax.printable import printable, shortened
 from dapo_jax.process import hosts
@@ -30,18 +30,17 @@ def dry_run(config: ConfigDict, workdir: pathlib.Path, parent: Parent | None) ->
     say = print if hosts.is_main_host() else lambda line: None
     if workdir.is_file():
         raise ValueError(f"--workdir={workdir} is a file: give a folder's name")
-    directory, step, require = start.directory_of(config, workdir), None, fingerprint.require_parent
-    begun = hosts.on_main(directory.is_dir)
-    start.accept_and_fetch(config, training=True, weights=bool(begun or parent))
-    parent = hosts.on_main(lambda: fingerprint.parent_of(workdir, parent))
-    if begun:
+    directory, step, question = begun.directory_of(config, workdir), None, RESUME
+    saves = hosts.on_main(directory.is_dir)
+    start.accept_and_fetch(config, training=True, weights=bool(saves or parent))
+    parent = hosts.on_main(lambda: begun.parent_of(workdir, parent))
+    if saves:
         there = Checkpoints(directory, keep=None)
         step = there.latest_step()
     if step is not None:
-        fingerprint.require_steps_left(config, step, there.directory)
-        require = functools.partial(fingerprint.require_same, report=say)
+        begun.require_steps_left(config, step, there.directory)
     elif parent:
-        there, step = start.parents_checkpoints(config, parent), parent.step
+        there, step, question = start.parents_checkpoints(config, parent), parent.step, FORK
     run = start.plan_training(config, workdir, parent)
     config = run.config
     if path := config.model.path:
@@ -50,7 +49,7 @@ def dry_run(config: ConfigDict, workdir: pathlib.Path, parent: Parent | None) ->
     ours = fingerprint.of_run(config, run.data, parent)
     try:
         if step is not None and (theirs := hosts.on_main(lambda: there.fingerprint_of(step))):
-            require(theirs, ours=ours, where=f"checkpoint {step} in {there.directory}")
+            require(question, theirs, ours, f"checkpoint {step} in {there.directory}", say)
     except DamagedError as error:
         say(f"{error}: a start would try the checkpoint before")
     say("\n".join(memory_lines(run.programs)))

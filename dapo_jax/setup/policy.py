@@ -10,6 +10,8 @@ from ml_collections import ConfigDict
 
 from configs.compare import complete, current
 from dapo_jax.checkpoints import fingerprint
+from dapo_jax.checkpoints.begun import BEST, best_step, chosen_before, directory_of
+from dapo_jax.checkpoints.same_run import EVALUATE, Question, require
 from dapo_jax.checkpoints.store import Checkpoints
 from dapo_jax.logs.files import read_json
 from dapo_jax.process import compile_cache, hosts
@@ -49,34 +51,28 @@ def restored(
     programs: components.Programs,
     checkpoints: Checkpoints,
     step: int | None,
-    *,
-    may_differ: tuple[str, ...] = (),
+    question: Question = EVALUATE,
 ) -> tuple[int, dict, dict | None]:
-    """(finished steps, what was trained, the start weights where LoRA adapts them) of a run.
+    """Returns of a run (finished steps, what was trained, the weights that LoRA adapts, or None).
 
-    step: None: the newest; 0: the policy before the first step. may_differ: keys of the policy that
-    may differ from the run's. Raises FileNotFoundError where there is no such checkpoint,
-    ValueError where the config, or the start model, is not the run's.
+    step: None: the newest; 0: the policy before the first step. Raises FileNotFoundError where
+    there is no such checkpoint, ValueError where the config, or the start model, is not the run's.
     """
     config, lora = programs.config, programs.learning.lora
     newest = checkpoints.latest_step()
     step = newest if step is None else step
     if step is None:
         raise FileNotFoundError(f"{checkpoints.directory} is empty: there is no policy in it")
-
-    def same(theirs: dict, where: str) -> None:
-        fingerprint.require_policy(config, theirs["recipe"], where, may_differ=may_differ)
-
-    params = checkpoints.restore(step, programs.state, require=same)[0].params if step else None
-    known = step or newest  # a checkpoint that says what the run began with
-    if theirs := checkpoints.fingerprint_of(known) if known is not None else None:
-        where = f"checkpoint {known} in {checkpoints.directory}"
-        same(theirs, where)
-        begins = lora is not None or not step
-        fingerprint.require_start_model(config, theirs, where, weights=begins)
+    ours = fingerprint.of_policy(config, weights=lora is not None or not step)
+    same = functools.partial(require, question, ours=ours)
+    if step:
+        params = checkpoints.restore(step, programs.state, require=same)[0].params
+    else:  # the newest checkpoint says what the run began with
+        if newest is not None and (theirs := checkpoints.fingerprint_of(newest)):
+            same(theirs, where=f"checkpoint {newest} in {checkpoints.directory}")
+        params = programs.start_params()
     # The KL term, which needs start weights too, is training's.
-    start_weights = programs.load_start_weights() if lora else None
-    return step, params if step else programs.start_params(), start_weights
+    return step, params, programs.load_start_weights() if lora else None
 
 
 def load_policy(
@@ -84,36 +80,40 @@ def load_policy(
     workdir: pathlib.Path | None,
     fit: Callable = auto_sizes.fit_training,
     *,
+    question: Question = EVALUATE,
     evaluates: bool = False,
     step: int | str | None = None,
-    may_differ: tuple[str, ...] = (),
 ) -> tuple[start.Planned, int, dict, dict | None]:
     """Loads the policy of a run's checkpoint: (plan, finished steps, what is trained, start's).
 
-    workdir: the run's; None: there is only the config's model. fit: as of `plan`. evaluates:
-    whether the evaluation sets are read. step: of the checkpoint, or "best"; None: the newest.
-    may_differ: keys of the policy that may differ from the run's.
+    workdir: the run's; None: there is only the config's model. fit: as of `plan`. question: what
+    has to be the run's. evaluates: whether the evaluation sets are read. step: of the checkpoint,
+    or "best"; None: the newest.
     """
-    if step not in (None, fingerprint.BEST) and not str(step).isdecimal():
+    if step not in (None, BEST) and not str(step).isdecimal():
         raise ValueError(f"--step={step}: must be a number of finished steps, or best")
     unread = ("data.",) if evaluates else ("data.", "eval.")
+    if workdir and not hosts.on_main(workdir.is_dir):
+        raise FileNotFoundError(f"--workdir={workdir}: there is no such directory")
     start.accept_and_fetch(config, *unread, training=False)
     compile_cache.enable()
-    read = functools.partial(start.read_data, begun=workdir, training=False, evaluates=evaluates)
-    planned = start.plan(config, read, fit, training=False)
+    read = functools.partial(start.read_data, training=False, evaluates=evaluates)
+    chosen = hosts.on_main(lambda: chosen_before(workdir))
+    if not evaluates:  # `sample` leaves open what the run has chosen for its own problems
+        chosen = {"tokenizer.date": chosen.get("tokenizer.date", "")}
+    planned = start.plan(config, read, fit, training=False, chosen=chosen)
     config, programs = planned.config, planned.programs
     if workdir is None:
-        found = 0, programs.load_weights(dtype=config.model.compute_dtype), None
+        loaded = 0, programs.load_weights(dtype=config.model.compute_dtype), None
     else:
-        directory = start.directory_of(config, workdir)
-        with contextlib.closing(Checkpoints(directory, keep=None)) as saved:
-            if step == fingerprint.BEST:
-                of = (workdir, directory, config.checkpoint.best)
-                step = hosts.on_main(lambda: fingerprint.best_step(*of))
+        hosts.on_main(lambda: start.require_own(question, config, workdir))
+        with contextlib.closing(Checkpoints(directory_of(config, workdir), keep=None)) as saved:
+            if step == BEST:
+                step = hosts.on_main(lambda: best_step(config, workdir))
             step = None if step is None else int(step)
-            found = restored(programs, saved, step, may_differ=may_differ)
-    start.require_finite_start(config, *found)
-    return planned, *found
+            loaded = restored(programs, saved, step, question)
+    start.require_finite_start(config, *loaded)
+    return planned, *loaded
 
 
 def open_policy(*arguments, **keywords) -> Policy:

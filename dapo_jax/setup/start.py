@@ -14,26 +14,27 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 from absl import logging
 from clu import parameter_overview
-from etils import epath
 from ml_collections import ConfigDict
 
 from configs.base import leaves, without_effect
-from configs.compare import as_json, config_differences
+from configs.compare import as_json, filled
 from dapo_jax import hub, losses
-from dapo_jax.checkpoints import fingerprint
-from dapo_jax.checkpoints.fingerprint import Parent
+from dapo_jax.checkpoints import begun, fingerprint
+from dapo_jax.checkpoints.begun import Parent
 from dapo_jax.checkpoints.progress import Progress
+from dapo_jax.checkpoints.same_run import FORK, RESUME, Question, require, require_together
 from dapo_jax.checkpoints.snapshots import Snapshots
 from dapo_jax.checkpoints.store import Checkpoints
 from dapo_jax.learner import TrainState
 from dapo_jax.logs import metrics, writers
 from dapo_jax.logs.alarms import Alarms, require_finite
-from dapo_jax.logs.files import locked, read_json, read_rows
+from dapo_jax.logs.files import locked, read_rows
 from dapo_jax.logs.metrics import Stopwatch
 from dapo_jax.logs.record import Record
 from dapo_jax.process import compile_cache, hosts
@@ -120,7 +121,7 @@ def accept_and_fetch(config: ConfigDict, *unread: str, training: bool, weights=T
     unread: how keys begin whose paths the command does not read. weights: whether it reads them.
     """
     check(config, training=training)
-    fingerprint.require_alike(hosts.gather(as_json(config)), config_differences)
+    require_together({"recipe": as_json(config)})
     hub.fetch(hub.paths(config, *unread), weights=weights)
 
 
@@ -143,14 +144,17 @@ def plan(
     fit: Callable = auto_sizes.fit_training,
     *,
     training: bool,
+    chosen: Mapping[str, Any] | None = None,
     devices=None,
 ) -> Planned:
-    """Reads tokenizer and data, resolves what a config leaves open, and makes its programs.
+    """Resolves a config into a new one, and plans its programs; the only place where one is.
 
-    read(config) -> (tokenizer, data). fit(config, tokenizer, data): fills in the sizes that are
-    open then. devices: of a compile-only topology; None: this program's.
+    What it leaves open is as `chosen` before, else by the model, then by the tokenizer and the
+    data, then by the devices. read(config) -> (tokenizer, data). fit(config, tokenizer, data):
+    fills in the sizes that are open then. devices: of a compile-only topology; None: this
+    program's.
     """
-    config, given = wish.copy_and_resolve_references(), dict(leaves(wish))
+    config, given = filled(wish, chosen or {}), dict(leaves(wish))
     auto_sizes.fit_model(config, training=training)
     components.model_sizes(config)  # refuses before the data is read, which takes minutes
     tokenizer, data = read(config)
@@ -159,27 +163,35 @@ def plan(
     fit(config, tokenizer, data)
     checks.check(config)
     new = ", ".join(f"{key} = {value!r}" for key, value in leaves(config) if value != given[key])
-    chosen = [f"chosen by the model, the data and the devices: {new}"] if new else []
+    line = [f"chosen by the model, the data and the devices: {new}"] if new else []
     programs = components.programs(config, tokenizer.vocab_size, devices=devices)
     if training:
         checks.check_divides(config, programs.mesh)
-    return Planned(config, tokenizer, data, programs, chosen)
+    return Planned(config, tokenizer, data, programs, line)
 
 
 def plan_training(config: ConfigDict, workdir: pathlib.Path, parent: Parent | None) -> Planned:
     """Plans the run in `workdir`; refuses that of another config."""
-    begun = parent.workdir if parent else workdir
-    read = functools.partial(read_data, begun=begun, training=True)
-    planned = plan(config, read, training=True)
-    hosts.on_main(lambda: fingerprint.require_same_config(planned.config, workdir))
+    read = functools.partial(read_data, training=True)
+    chosen = hosts.on_main(lambda: begun.chosen_before(workdir, parent))
+    planned = plan(config, read, training=True, chosen=chosen)
+    hosts.on_main(lambda: require_own(RESUME, planned.config, workdir))
     return planned
 
 
-def read_data(config: ConfigDict, *, begun: pathlib.Path | None, **which: bool):
-    """Reads (tokenizer, data); begun: the run's folder, or its parent's. which: of `load_data`."""
-    if not config.tokenizer.date:
-        config.tokenizer.date = hosts.on_main(lambda: fingerprint.day_of(begun))
+def require_own(question: Question, config: ConfigDict, workdir: pathlib.Path) -> None:
+    """Refuses the folder of another run by its config.json, if it has any (ValueError)."""
+    if theirs := begun.config_of(workdir):
+        require(question, {"recipe": theirs}, {"recipe": as_json(config)}, f"{workdir}")
+
+
+def read_data(config: ConfigDict, **which: bool):
+    """Reads (tokenizer, data), and takes the tokenizer's chat and date into the config of `plan`.
+
+    which: of `load_data`.
+    """
     tokenizer = components.tokenizer(config)
+    config.tokenizer.update(chat=tokenizer.chat, date=tokenizer.date)
     return tokenizer, components.load_data(config, tokenizer, **which)
 
 
@@ -191,9 +203,10 @@ def open_run(
     accept_and_fetch(config, training=True)
     compile_cache.enable()
     hosts.on_main(lambda: _lock(config, workdir, stack))
-    parent = hosts.on_main(lambda: fingerprint.parent_of(workdir, given))
+    parent = hosts.on_main(lambda: begun.parent_of(workdir, given))
     c = config.checkpoint
-    own = Checkpoints(directory_of(config, workdir), keep=c.keep, keep_period=c.keep_period)
+    directory = begun.directory_of(config, workdir)
+    own = Checkpoints(directory, keep=c.keep, keep_period=c.keep_period)
     # From here on a stop saves.
     snapshots = stack.enter_context(Snapshots(own, every_steps=c.every_steps, say=print))
     if parent and own.latest_step() is None:
@@ -262,26 +275,23 @@ def _lock(config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
         stack.enter_context(locked(place))
 
 
-def directory_of(config: ConfigDict, workdir: pathlib.Path) -> epath.Path:
-    """Returns the directory of a run's checkpoints."""
-    return epath.Path(config.checkpoint.directory or workdir / "checkpoints")
-
-
 def _restored(planned: Planned, own: Checkpoints, workdir: pathlib.Path, parent: Parent | None):
     """Reads (finished steps, state, progress, parent); gives `own` the run's fingerprint."""
-    config, programs = planned.config, planned.programs
-    ours = own.fingerprint = fingerprint.of_run(config, planned.data, parent)
-    if restored := own.restore_latest(programs.state, report=logging.warning):
+    config, programs, log = planned.config, planned.programs, logging.warning
+    ours = fingerprint.of_run(config, planned.data, parent)
+    same = functools.partial(require, RESUME, ours=ours, report=log)
+    if restored := own.restore_latest(programs.state, require=same, report=log):
         step, state, progress = restored
+        begun.require_steps_left(config, step, own.directory)
         # A new --workdir does not know it: its checkpoint.directory does.
-        theirs = ours["origin"] = (own.fingerprint_of(step) or {}).get("origin")
-        fingerprint.require_steps_left(config, step, own.directory)
-        return step, state, Progress.from_json(progress), theirs and Parent.parse(theirs)
-    first = parent.step if parent else 0
-    hosts.on_main(lambda: fingerprint.require_unsaved(config, workdir, own.directory, first))
+        origin = (own.fingerprint_of(step) or {}).get("origin")
+        own.fingerprint = ours | {"origin": origin}
+        return step, state, Progress.from_json(progress), origin and Parent.parse(origin)
+    own.fingerprint, first = ours, parent.step if parent else 0
+    hosts.on_main(lambda: begun.require_unsaved(config, workdir, own.directory, first))
     if not parent:
         return 0, programs.start_state(), Progress(), None
-    same = functools.partial(fingerprint.require_parent, ours=ours)
+    same = functools.partial(require, FORK, ours=ours)
     with contextlib.closing(parents_checkpoints(config, parent)) as saved:
         state, progress = saved.restore(parent.step, programs.state, require=same)
     return parent.step, state, Progress.from_json(progress).of_fork(), parent
@@ -312,7 +322,7 @@ def is_finished(config: ConfigDict, workdir: pathlib.Path, parent: Parent | None
     rows = read_rows(workdir / "metrics.jsonl")
     if not rows or rows[-1]["step"] + 1 != config.num_steps:
         return False
-    fingerprint.require_same_config(config, workdir)
-    fingerprint.parent_of(workdir, parent)
+    require_own(RESUME, filled(config, begun.chosen_before(workdir)), workdir)
+    begun.parent_of(workdir, parent)
     # Killed on its way to more steps there may be no checkpoint of this one.
-    return read_json(workdir / "config.json").get("num_steps") == config.num_steps
+    return begun.config_of(workdir).get("num_steps") == config.num_steps

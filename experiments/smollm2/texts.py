@@ -11,6 +11,7 @@ all policies of it are measured on the same tokens, whatever they answer themsel
 """
 
 import collections
+import dataclasses
 import functools
 import importlib
 import itertools
@@ -26,6 +27,7 @@ import numpy as np
 from absl import app, flags
 
 from dapo_jax import learner
+from dapo_jax.checkpoints.same_run import EVALUATE
 from dapo_jax.checkpoints.store import Checkpoints
 from dapo_jax.logprobs import Softmax, chosen_logprobs
 from dapo_jax.logs.files import read_json, read_zipped_rows
@@ -38,6 +40,8 @@ from models.transformer import abstract_params
 FILE, START = "texts.jsonl", "start"
 PROMPTS = 24  # whose responses by the start policy are the fixed texts
 WORDS = 6  # of each response, so that long ones do not count as less diverse
+# All policies are computed in the first run's dtype.
+QUESTION = dataclasses.replace(EVALUATE, but=("model.compute_dtype",))
 MEASURES = (
     ("entropy", "entropy on fixed texts, nats", "{:.3f}"),
     ("kl", "KL(start || policy), nats a token", "{:.3f}"),
@@ -138,8 +142,7 @@ def rows_of(workdir: pathlib.Path, *, of_study: study.Study, file: pathlib.Path)
         new = [row(START, seed, of.start_params(), batches, texts)]
         for point in of_seed:
             saved = Checkpoints(point.workdir / "checkpoints", keep=None)
-            how = {"may_differ": ("model.compute_dtype",)}  # all by the first run's
-            _, params, _ = policy.restored(of, saved, steps, **how)
+            _, params, _ = policy.restored(of, saved, steps, QUESTION)
             responses = responses_of(point.workdir, steps)
             new.append(row(point.arm, seed, params, batches, responses))
         for one in new:
