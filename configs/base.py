@@ -124,8 +124,6 @@ LOSS_PRESETS = {
         "algo.advantage_scale": "batch_std",
         "algo.loss_aggregation": "prompt_mean",
     },
-    # arXiv 2505.22617: Eq. 10, 13 and 14, Listing 1; kl_cov_share's default is its 7B model's
-    "kl_cov": {"algo.policy_loss": "kl_cov"},
     # fengyao.notion.site/off-policy-rl, with its C = 2
     "tis": {
         "algo.old_logprobs": "learner",
@@ -210,7 +208,7 @@ KEYS = {
         "only; 0: off", at_least=0),
 
     "algo.ratio": Key("token", "Eq. 8; or sequence, GSPO's", choices="dapo_jax.losses:RATIOS"),
-    "algo.policy_loss": Key("clip", 'Eq. 8; or cispo, none, kl_cov, a custom "module:function"',
+    "algo.policy_loss": Key("clip", 'Eq. 8; or cispo, none, a custom "module:function"',
         choices="dapo_jax.losses:POLICY_LOSSES", custom=True),
     "algo.args": Key({}, "constants of a custom policy_loss: --config.algo.args.NAME=1",
         only=("algo.policy_loss", "a custom one")),
@@ -223,10 +221,6 @@ KEYS = {
         only=("algo.policy_loss", "clip")),
     "algo.loss_aggregation": Key("token_mean", "Eq. 12; or sequence_mean, prompt_mean, constant",
         choices="dapo_jax.algorithm:AGGREGATIONS"),
-    "algo.kl_cov_share": Key(2e-3, "of a mini-batch's tokens, which kl_cov holds back", above=0,
-        at_most=1, only=("algo.policy_loss", "kl_cov")),
-    "algo.kl_cov_coef": Key(1.0, "weight of their KL penalty", at_least=0,
-        only=("algo.policy_loss", "kl_cov")),
     "algo.old_logprobs": Key("sampler", "whose log-probabilities Eq. 8's ratio is to; or learner: "
         "a forward pass more, the first ratio is 1", choices=("sampler", "learner"),
         only=("algo.ratio", "token")),

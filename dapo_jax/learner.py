@@ -19,7 +19,7 @@ from flax import nnx, struct
 
 from dapo_jax.algorithm import importance_ratio, token_weights
 from dapo_jax.logprobs import HeadLoss, Softmax, chosen_logprobs, head_loss, head_loss_of_rows
-from dapo_jax.losses import high_covariance, token_loss
+from dapo_jax.losses import token_loss
 from dapo_jax.packing import into_micro_batches, pack, plan_update
 from dapo_jax.process import hosts
 from dapo_jax.types import Batch, Group, Rollouts
@@ -56,8 +56,6 @@ class Learning:
     eps_low: float
     eps_high: float
     dual_clip: float
-    kl_cov_share: float
-    kl_cov_coef: float
     loss_aggregation: str
     overlong_filtering: bool
     old_logprobs: str
@@ -181,8 +179,7 @@ def make_batch(groups: Sequence[Group], advantage_PG: np.ndarray, learning: Lear
     """Packs one mini-batch of groups into host arrays [M, B, T], each token's weight included.
 
     The weights (Eq. 12) are those of the whole mini-batch, before any split; overlong filtering
-    gives responses that were cut off weight 0. KL-Cov holds tokens back by the probabilities at
-    which they were sampled; its Eq. 10 has the current policy's, the same in a step's first update.
+    gives responses that were cut off weight 0.
     """
     s = learning
     longest = max(group.length_G.max() for group in groups)
@@ -202,10 +199,6 @@ def make_batch(groups: Sequence[Group], advantage_PG: np.ndarray, learning: Lear
     )
     how = {"routes": s.routes, "part_multiple": s.kernels.part_multiple}
     packed = pack(groups, advantage_PG, weight_PGT.astype(np.float32), *plan, **how)
-    if s.policy_loss == "kl_cov":
-        packed.is_high_cov_BT[:] = high_covariance(
-            packed.behavior_logp_BT, packed.advantage_BT, packed.weight_BT > 0, share=s.kl_cov_share
-        )
     return into_micro_batches(packed, most_micro=most_micro(s), rows=s.micro_batch_rows)
 
 
@@ -338,8 +331,8 @@ def micro_batch_loss(params, start_weights, micro: Batch, *, graph, mesh, learni
 def recompute_old_logp(params, start_weights, batch: Batch, *, graph, mesh, learning: Learning):
     """Computes the batch's old_logp [M, B, T]: of the policy before a step's first update.
 
-    One forward pass a micro-batch. With algo.old_logprobs = "sampler" (GSPO's ratio, KL-Cov's
-    penalty) tokens of earlier policies keep the sampler's.
+    One forward pass a micro-batch. With algo.old_logprobs = "sampler" (GSPO's ratio) tokens of
+    earlier policies keep the sampler's.
     """
     policy = weights_and_adapters(params, start_weights, learning)
     softmax = Softmax(learning.temperature, learning.vocab_size, mesh)

@@ -86,40 +86,12 @@ def unbounded(compared, logp, token: Batch, learning):
     return -algorithm.importance_ratio(*compared) * token.advantage_BT, {}
 
 
-def kl_cov(compared, logp, token: Batch, learning):
-    """Holds back the tokens of high covariance alone (KL-Cov, 2505.22617, Eq. 14, Listing 1).
-
-    The penalty |log r| is Listing 1's estimate of their KL divergence; its slope is 0 at r = 1 and
-    +-1 elsewhere, however near. So r is to the learner's own old log-probabilities.
-    """
-    loss, _ = unbounded(compared, logp, token, learning)
-    log_ratio = algorithm.clamped_log_ratio(logp, token.old_logp_BT)
-    # jnp.abs has slope 1 at 0.
-    penalty = log_ratio * jax.lax.stop_gradient(jnp.sign(log_ratio))
-    return loss + learning.kl_cov_coef * jnp.where(token.is_high_cov_BT, penalty, 0.0), {}
-
-
-POLICY_LOSSES = {"clip": clip, "cispo": cispo, "none": unbounded, "kl_cov": kl_cov}
+POLICY_LOSSES = {"clip": clip, "cispo": cispo, "none": unbounded}
 
 
 def chosen(key: str, name: str) -> Callable:
     """Returns what one of CUSTOM names; ValueError for a custom one that cannot be imported."""
     return imported(f"algo.{key} = {name!r}", name) if ":" in name else CUSTOM[key][name]
-
-
-def high_covariance(logp, advantage, mask, *, share: float) -> np.ndarray:
-    """Marks the share of tokens with the largest covariance (KL-Cov, 2505.22617, Eq. 10 and 13).
-
-    A token's is (log pi - mean)(A - mean), with means over the tokens of `mask`: those of the whole
-    mini-batch. One is marked at least, if there are any. NumPy arrays of one shape; returns bool.
-    """
-    count = max(np.sum(mask), 1)
-    deviation = [value - np.sum(value, where=mask) / count for value in (logp, advantage)]
-    covariance = np.where(mask, deviation[0] * deviation[1], -np.inf)
-    marked = np.zeros(mask.shape, bool)
-    order = np.argsort(-covariance, axis=None, kind="stable")
-    marked.flat[order[: max(int(share * count), 1)]] = True
-    return marked & mask
 
 
 def sampler_weight(token: Batch, *, cap: float):
@@ -195,5 +167,4 @@ def token_loss(logp, entropy, token: Batch, learning):
 
 def takes_old_logp(learning) -> bool:
     """Returns whether the loss compares with the learner's own old log-probabilities."""
-    chosen = learning.old_logprobs == "learner"
-    return chosen or learning.ratio == "sequence" or learning.policy_loss == "kl_cov"
+    return learning.old_logprobs == "learner" or learning.ratio == "sequence"

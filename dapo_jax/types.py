@@ -353,10 +353,9 @@ class Batch:
     piece follow. position counts from 0 along a prompt and each of its responses. weight: of the
     token's loss in the whole mini-batch (Eq. 12). old_logp: the sampler's, behavior_logp, unless
     the learner has recomputed it. is_on_policy: tokens of groups that began in this step.
-    is_response: tokens that a policy sampled.
-    is_high_cov: the tokens that KL-Cov holds back. reference_logp: the start policy's, for a KL
-    term. route_BTLA: the experts that the sampler sent each token to, uint8; None without any. Of
-    the micro-batches the first `num_micro` are in use.
+    is_response: tokens that a policy sampled. reference_logp: the start policy's, for a KL term.
+    route_BTLA: the experts that the sampler sent each token to, uint8; None without any. Of the
+    micro-batches the first `num_micro` are in use.
     """
 
     tokens_BT: Ints
@@ -370,7 +369,6 @@ class Batch:
     weight_BT: Floats
     is_response_BT: Bools
     is_on_policy_BT: Bools
-    is_high_cov_BT: Bools
     num_micro: Any
     reference_logp_BT: Any = None
     route_BTLA: Any = None

@@ -91,7 +91,7 @@ def drawn(number: int) -> tuple[str, str, dict, dict]:
     )
     beside = dataclasses.replace(sampling, temperature=0.6, **TRUNCATED)
     losses = ({}, {"old_logprobs": "learner"}, {"kl_coef": 0.1}, {"entropy_coef": 0.01})
-    losses += ({"ratio": "sequence"}, {"policy_loss": "kl_cov"})
+    losses += ({"ratio": "sequence"},)
     golden, dtype = list(FAMILIES)[number % 5], ("float32", "bfloat16")[number % 2]
     adapted = ("q", "k", "v", "o") + (() if "moe" in golden else ("gate", "up", "down"))
     how = {

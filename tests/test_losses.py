@@ -48,7 +48,6 @@ def token_of(ratio, advantage):
         "is_response_BT": np.ones(shape, bool),
         "branch_BT": np.arange(1, len(ratio) + 1)[None],
         "is_on_policy_BT": np.ones(shape, bool),
-        "is_high_cov_BT": None,
     }
     token = Batch(**zeros | given, num_micro=None)
     return np.log(np.array([ratio], np.float32)) - 1, token
@@ -129,10 +128,6 @@ def test_by_the_learners_old_logprobs_a_token_weighs_learner_over_sampler():
     assert places(held) == {"tis": [2], "high": [], "low": [], "dual": []}
     plain_T, *_ = loss_and_slope(logp, token, learning_of(old_logprobs="learner"))
     np.testing.assert_allclose(plain_T, -1.1 * np.array([1, -2, 1]), rtol=1e-5)
-    # A loss that needs the learner's for something else keeps its ratio to the sampler.
-    token = dataclasses.replace(token, is_high_cov_BT=np.zeros((1, 3), bool))
-    other_T, *_ = loss_and_slope(logp, token, learning_of("kl_cov"))
-    np.testing.assert_allclose(other_T, -1.1 * np.exp([0.5, 0.5, 1]) * [1, -2, 1], rtol=1e-5)
 
 
 def test_each_advantage_scale_by_hand(monkeypatch):
@@ -163,10 +158,9 @@ def test_each_advantage_scale_by_hand(monkeypatch):
 
 
 def test_a_constant_is_declared_for_the_losses_that_read_it():
-    """A sweep over kl_cov_coef under clip had equal arms, and nobody said so."""
-    constants = {"eps_low", "eps_high", "dual_clip", "kl_cov_coef"}
+    """A sweep over a constant of another loss had equal arms, and nobody said so."""
+    constants = {"eps_low", "eps_high", "dual_clip"}
     logp, token = token_of([1.0], [1.0])
-    token = dataclasses.replace(token, is_high_cov_BT=np.ones((1, 1), bool))
     for loss in losses.POLICY_LOSSES:
         learning, read = learning_of(policy_loss=loss), set()
 
@@ -245,13 +239,10 @@ def slopes(learning: learner.Learning) -> list[np.ndarray]:
     return np.split(found, CUTS)
 
 
-def slopes_by_hand(preset: str, *, kl_cov_share=2e-3, **_) -> list[np.ndarray]:
+def slopes_by_hand(preset: str) -> list[np.ndarray]:
     """The same from the paper's equation, response by response."""
-    _, log_ratio, logp = sampled()
+    _, log_ratio, _ = sampled()
     R, N = len(LENGTHS), sum(LENGTHS)
-    advantage = np.repeat(ADVANTAGE_PG.flat, LENGTHS)
-    covariance = (logp - logp.mean()) * (advantage - advantage.mean())
-    marked = np.split(covariance >= np.sort(covariance)[-max(int(kl_cov_share * N), 1)], CUTS)
 
     def clipped(r, A, low, high, dual=np.inf):
         held = (r > high) if A > 0 else (r < low) | (r > dual)
@@ -267,7 +258,6 @@ def slopes_by_hand(preset: str, *, kl_cov_share=2e-3, **_) -> list[np.ndarray]:
             "cispo": lambda: -np.minimum(r, 5) * A / N,
             "reinforce_pp": lambda: clipped(r, A, 0.8, 1.2) / (R * n),
             "scalerl": lambda: -np.minimum(r, 5) * A / (2 * in_prompt),
-            "kl_cov": lambda: (-r * A + marked[i] * np.sign(log_ratio[i])) / N,
             "tis": lambda: clipped(r, A, 0.8, 1.28, 10) / N,  # pi_old is the sampler's here
         }[preset]()
 
@@ -279,7 +269,6 @@ def slopes_by_hand(preset: str, *, kl_cov_share=2e-3, **_) -> list[np.ndarray]:
     [
         *((preset, "packed", {}) for preset in base.LOSS_PRESETS),
         ("gspo", "packed", {"policy_loss": "gspo:gspo"}),
-        ("kl_cov", "packed", {"kl_cov_share": 0.05}),
         # Those whose loss of a token depends on others.
         *((preset, other, {}) for preset in ("gspo", "scalerl") for other in [*LAYOUTS][1:]),
     ],
@@ -288,7 +277,7 @@ def test_a_preset_has_its_papers_gradient_in_every_layout(preset, layout, change
     """So has gspo.py, a loss from outside."""
     learning = learning_of(preset, **changes)
     learning = dataclasses.replace(learning, update_responses=8, **LAYOUTS[layout])
-    found, by_hand = slopes(learning), slopes_by_hand(preset, **changes)
+    found, by_hand = slopes(learning), slopes_by_hand(preset)
     largest = max(np.abs(slope).max() for slope in by_hand)
     assert largest > 0
     for ours, theirs in zip(found, by_hand, strict=True):

@@ -149,8 +149,9 @@ def test_a_dry_run_checks_and_tells_the_next_step_and_writes_nothing(finished, t
         dry_run.dry_run(small_config(**settings), workdir, None)
         return capsys.readouterr().out
 
-    new = lines(tmp_path / "new", **{"algo.kl_cov_coef": 2.0, "learner.lora_alpha": 8.0})
-    assert "algo.kl_cov_coef = 2.0 has no effect without algo.policy_loss = kl_cov" in new
+    unread = {"algo.policy_loss": "cispo", "algo.dual_clip": 2.0, "learner.lora_alpha": 8.0}
+    new = lines(tmp_path / "new", **unread)
+    assert "algo.dual_clip = 2.0 has no effect without algo.policy_loss = clip" in new
     assert new.count("has no effect") == 2 and "without learner.lora_rank" in new
     assert "200 rows" in new
     assert re.search(r"first prompt of data\.train, whose answer is '-?\d+':\n  \| Solve the", new)
