@@ -103,15 +103,14 @@ def main(_):
     config = run.config
     say("\n".join([*run.chosen, *run.data.report_lines()]))
     settings = settings_of(config, of_model=bool(given.model))
-    sets = run.data.eval_sets
 
     def keep(name, groups):
         if hosts.is_main_host():
             label = record.settings_label(settings[name])
             record.write_responses(workdir, f"{run.step}.{name}.{label}", groups)
 
-    session = run.session(run.weights, *components.eval_streams(config, run.tokenizer))
-    with Evaluation(session, sets, first_stream=0) as evaluation:
+    streams = components.eval_streams(config, run.tokenizer, run.data.eval_sets)
+    with Evaluation(run.session(run.weights, *streams)) as evaluation:
         results = evaluation.finish(report=say, keep=keep)
     paths = record.write_own_results(workdir, run.step, results, settings)
     say(evaluation_line(run.step, record.result_row(results)))

@@ -7,7 +7,7 @@ import collections
 import itertools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from ml_collections import ConfigDict
@@ -17,7 +17,6 @@ from dapo_jax import hub
 from dapo_jax.grading import Grading
 from dapo_jax.logs.metrics import TASK, mean_measures
 from dapo_jax.sampler.session import Session
-from dapo_jax.tasks.datasets import Dataset
 from dapo_jax.tasks.rows import by_text
 from dapo_jax.types import Group, Verdict
 
@@ -101,22 +100,22 @@ def summarize(groups: Sequence[Group], same=by_text) -> dict[str, float]:
 
 
 class Evaluation(Grading):
-    """Evaluates sets in a session that may sample other groups beside theirs.
+    """Evaluates a session's sets beside other groups that it may sample.
 
     All requests are submitted at once: where this is done first, the tails of training's groups and
-    theirs overlap. Use it as a context manager. first_stream: the session's of the first set.
+    theirs overlap. Use it as a context manager. is_due: False: nothing is evaluated.
     """
 
-    def __init__(self, session: Session, sets: Mapping[str, Dataset], first_stream: int):
-        of_stream = dict(enumerate(sets.items(), start=first_stream))
-        self._session, self._sets = session, of_stream
+    def __init__(self, session: Session, *, is_due: bool = True):
+        streams = {i: stream for i, stream in enumerate(session.streams) if stream.dataset}
+        self._session, self._streams = session, streams if is_due else {}
         self._groups: list[Group] = []
         # Not through `self`: in a cycle the session, with its pages and the weights, would outlive
         # its last use until Python looks for cycles.
-        super().__init__(lambda group: of_stream[group.stream][1].grade(group))
-        for stream, (_, dataset) in of_stream.items():
-            for cursor, prompt in enumerate(dataset.prompts):
-                session.submit(cursor, prompt, group_size=dataset.k, stream=stream)
+        super().__init__(lambda group: streams[group.stream].dataset.grade(group))
+        for i, stream in self._streams.items():
+            for cursor, prompt in enumerate(stream.dataset.prompts):
+                session.submit(cursor, prompt, group_size=stream.dataset.k, stream=i)
 
     def take(self, finished: Sequence[Group]) -> None:
         """Takes finished groups of the sets; they are graded behind the decoding."""
@@ -132,16 +131,16 @@ class Evaluation(Grading):
 
         keep: is given each set's name and groups of responses.
         """
-        while left := sum(stream in self._sets for stream, _ in self._session.unfinished):
+        while left := sum(i in self._streams for i, _ in self._session.unfinished):
             report(f"evaluate: {left} groups to go")
             self.take(self._session.step())
         self.take([])
         results = {}
-        for stream, (name, dataset) in self._sets.items():
-            groups = [group for group in self._groups if group.stream == stream]
+        for i, stream in self._streams.items():
+            groups = [group for group in self._groups if group.stream == i]
             groups.sort(key=lambda group: group.cursor)
-            results[name] = summarize(groups, dataset.same)
-            keep(name, groups)
+            results[stream.name] = summarize(groups, stream.dataset.same)
+            keep(stream.name, groups)
         return results
 
 

@@ -21,12 +21,11 @@ import jax
 from absl import flags
 
 from dapo_jax import algorithm, learner, losses, rollout
-from dapo_jax.checkpoints import begun, digests, fingerprint
+from dapo_jax.checkpoints import begun, digests
 from dapo_jax.checkpoints.progress import Progress, best_of
 from dapo_jax.cli import command, config_flags
 from dapo_jax.evaluation import Evaluation, settings_of
 from dapo_jax.logs import alarms, metrics
-from dapo_jax.logs.files import json_digest
 from dapo_jax.process import hosts
 from dapo_jax.sampler.session import Session
 from dapo_jax.setup import components, dry_run, start
@@ -106,8 +105,7 @@ def sample(run: start.Run, step: int, state, progress: Progress, session, watch)
     if last := progress.row:
         expected_share = last["groups/informative"] / last["groups/sampled"]
     cursor, partial = rollout.continued(run.step_plan, progress.cursor, progress.partial)
-    sets = run.sets if run.evaluates_in(step) else {}
-    with Evaluation(session, sets, first_stream=1) as evaluation:
+    with Evaluation(session, is_due=run.evaluates_in(step)) as evaluation:
         with watch("rollout"):
             rollouts = rollout.collect(
                 session,
@@ -119,7 +117,7 @@ def sample(run: start.Run, step: int, state, progress: Progress, session, watch)
                 on_other_groups=evaluation.take,
             )
         goes_on = session if r.partial_rollout_steps else None
-        if not sets:
+        if not run.evaluates_in(step):
             return rollouts, {}, goes_on
         with watch("evaluate"):
             return rollouts, scores_of(run, evaluation, finished_steps=step), goes_on
@@ -160,10 +158,10 @@ def update(run: start.Run, state: learner.TrainState, rollouts, advantage_PG, ra
     rate = hosts.place(rate, rules.replicated(programs.mesh))
     for i, batch in enumerate(batches):
         run.record.display.phase(f"update: {i + 1}")
-        state, found = run.update(state, run.start_weights, batch, rate)
+        state, values = run.update(state, run.start_weights, batch, rate)
         # The host is one ahead: it packs while the devices take the update before.
         jax.block_until_ready(updates[-1:])
-        updates.append(found)
+        updates.append(values)
     return state, hosts.fetch(updates)
 
 
@@ -208,11 +206,11 @@ def finish(
         session.close()
         session = None
 
-    found = {step: done.evaluation}
+    evaluated = {step: done.evaluation}
     if run.sets and (ends or (stopped and run.evaluates_in(step + 1))):
-        found[step + 1] = evaluate_alone(run, state, step + 1)
+        evaluated[step + 1] = evaluate_alone(run, state, step + 1)
 
-    scores = with_scores(progress.scores, found, run)
+    scores = with_scores(progress.scores, evaluated, run)
     if best_of(scores, range(run.begin_step + 1, step + 1)) == step:
         run.snapshots.keep(step)  # the policy that this step has sampled and evaluated
     progress = Progress(rollouts.cursor, tokens, row, rollouts.partial, scores)
@@ -223,25 +221,24 @@ def finish(
     return state, progress, session, stopped
 
 
-def with_scores(scores: Mapping, found: Mapping[int, Mapping], run: start.Run) -> dict:
-    """Adds what evaluations found, by finished steps, to the scores of checkpoint.best.
+def with_scores(scores: Mapping, rows: Mapping[int, Mapping], run: start.Run) -> dict:
+    """Adds what evaluations found, rows by finished steps, to the scores of checkpoint.best.
 
     Those of another set, of other prompts or settings, say nothing beside them and go.
     """
-    if not (best := run.config.checkpoint.best):
+    if not run.best:
         return {}
-    of = [settings_of(run.config)[best], fingerprint.of_prompts(run.sets[best].prompts)]
-    of_set = dict(scores.get(name := f"{best} {json_digest(of)}", {}))
-    for finished_steps, row in found.items():
-        of_set |= {str(finished_steps): row[key] for key in row if f"eval/{best}/mean@" in key}
-    return {name: of_set}
+    of_set, mean = dict(scores.get(run.best, {})), f"eval/{run.config.checkpoint.best}/mean@"
+    for finished_steps, row in rows.items():
+        of_set |= {str(finished_steps): row[key] for key in row if key.startswith(mean)}
+    return {run.best: of_set}
 
 
 def evaluate_alone(run: start.Run, state: learner.TrainState, finished_steps: int):
     """Evaluates all sets in a session of their own; returns the scores as keys of a row."""
     weights = run.programs.reshard(state.params, run.start_weights)
     session = run.session(weights, *run.streams)
-    with Evaluation(session, run.sets, first_stream=1) as evaluation:
+    with Evaluation(session) as evaluation:
         return scores_of(run, evaluation, finished_steps)
 
 

@@ -200,8 +200,8 @@ best_of_the_saved dapo_jax/checkpoints/store.py checkpoint
 - [*steps, step])
 + steps)
 scores_of_any_set dapo_jax/train.py train::test_scores_of_a_changed_set_are_not_compared
-- if f"eval/{best}/mean@" in key
-+ if "/mean@" in key
+- mean = dict(scores.get(run.best, {})), f"eval/{run.config.checkpoint.best}/mean@"
++ mean = dict(scores.get(run.best, {})), "eval/"
 older_snapshot dapo_jax/checkpoints/snapshots.py snapshots
 - step = self._newest[-1].step if self._newest else ""
 + step = self._newest[0].step if self._newest else ""

@@ -41,7 +41,7 @@ def test_temperature_0_is_greedy():
     config = tiny.get_config()
     config.eval.sets.arithmetic.update(temperature=0.0, k=1)
     checks.check(config)
-    (stream,) = components.eval_streams(config, components.tokenizer(config))
+    (stream,) = components.eval_streams(config, components.tokenizer(config), {})
     sampling = stream.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, 1)
 

@@ -77,9 +77,9 @@ def test_an_evaluation_that_rode_gives_what_it_gives_alone(riding, tmp_path):
     def keep(name, groups):
         write_responses(tmp_path, f"2.{name}", groups)
 
-    weights, streams = programs.reshard(params, None), components.eval_streams(config, tokenizer)
-    session = start.Session(programs.engine, weights, *streams)
-    with Evaluation(session, sets, first_stream=0) as evaluation:
+    streams = components.eval_streams(config, tokenizer, sets)
+    session = start.Session(programs.engine, programs.reshard(params, None), *streams)
+    with Evaluation(session) as evaluation:
         results = evaluation.finish(report=print, keep=keep)
     theirs = json.loads((riding / "eval" / "2.json").read_text())
     assert theirs["sets"] == results

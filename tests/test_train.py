@@ -67,10 +67,11 @@ def test_scores_of_a_changed_set_are_not_compared():
         config = small_config(**BEST)
         config.eval.sets.arithmetic.update(settings)
         data = components.load_data(config, components.tokenizer(config), training=True)
-        run = types.SimpleNamespace(config=config, sets=data.eval_sets)
+        best = starts.best_key(config, data.eval_sets)
+        run = types.SimpleNamespace(config=config, best=best)
         row = {"eval/arithmetic/mean@4": steps / 8, "eval/other/mean@4": 0.9}
-        found = train.with_scores(before, {steps: row}, run)
-        return found, list(*map(dict.values, found.values()))
+        scores = train.with_scores(before, {steps: row}, run)
+        return scores, list(*map(dict.values, scores.values()))
 
     first, _ = scored({}, 2)
     for settings, scores in (({}, [0.25, 0.5]), ({"levels": (4,)}, [0.5]), ({"top_p": 0.5}, [0.5])):

@@ -79,7 +79,7 @@ def lowered_programs(built: components.Programs) -> dict[str, jax.stages.Lowered
     """
     config, ids = built.config, any_tokenizer(built.sizes.vocab_size)
     sampling = components.sampling(config, ids)
-    streams = components.eval_streams(config, ids) if config.eval.every_steps else ()
+    streams = components.eval_streams(config, ids, {}) if config.eval.every_steps else ()
     with jax.set_mesh(built.mesh), hosts.saying_seconds("tracing the sampler's programs", say):
         programs = {"reshard": built.reshard.lower(built.state.params, built.start_weights)}
         sampler = built.engine.lower(sampling, *(stream.sampling for stream in streams))

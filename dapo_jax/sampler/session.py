@@ -29,6 +29,7 @@ from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.engine import Engine
 from dapo_jax.sampler.plan import Moves, Plan, Prefill, Sample
 from dapo_jax.sampler.scheduler import Scheduler
+from dapo_jax.tasks.datasets import Dataset
 from dapo_jax.types import TRAINING, Group, Prompt, Response, RolloutStats, Status
 from sharding import rules
 
@@ -42,10 +43,15 @@ _NOTHING = Response(np.zeros(0, np.int32), np.zeros(0, np.float32), Status.RUNNI
 
 
 class Stream(NamedTuple):
-    """Requests that are sampled alike, with random numbers of their own."""
+    """Requests that are sampled alike, with random numbers of their own.
+
+    name, dataset: of an evaluation set, all of which is one stream.
+    """
 
     key: jax.Array
     sampling: Sampling
+    name: str = ""
+    dataset: Dataset | None = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -95,7 +101,7 @@ class Session:
         self._environments = environments or Environments({}, None, max_turns=0)  # plays none
         self._stalled, self._part = False, ""  # of `_timed`
         self._engine, cache = engine, engine.cache
-        self._samplings = tuple(stream.sampling for stream in streams)
+        self.streams, self._samplings = streams, tuple(stream.sampling for stream in streams)
         engine.compile(*self._samplings)
         self.resume(params)
         run_key_Z = np.stack([jax.random.key_data(stream.key) for stream in streams])

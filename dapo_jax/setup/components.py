@@ -4,7 +4,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -283,16 +283,17 @@ def sampling(config: ConfigDict, tokenizer: Tokenizer, **changes) -> Sampling:
     )
 
 
-def eval_streams(config: ConfigDict, tokenizer: Tokenizer) -> list[Stream]:
+def eval_streams(
+    config: ConfigDict, tokenizer: Tokenizer, sets: Mapping[str, Dataset]
+) -> list[Stream]:
     """Returns the evaluation sets' streams: each has its own randomness, temperature and top-p."""
-    stream = key(config, EVAL_STREAM)
-    return [
-        Stream(
-            jax.random.fold_in(stream, zlib.crc32(name.encode())),
-            sampling(config, tokenizer, **{it: of[it] for it in ("temperature", "top_p", "top_k")}),
-        )
-        for name, of in eval_settings(config).items()
-    ]
+    root_key, streams = key(config, EVAL_STREAM), []
+    for name, settings in eval_settings(config).items():
+        of_set = {it: settings[it] for it in ("temperature", "top_p", "top_k")}
+        own_key = jax.random.fold_in(root_key, zlib.crc32(name.encode()))
+        own_sampling = sampling(config, tokenizer, **of_set)
+        streams.append(Stream(own_key, own_sampling, name, sets.get(name)))
+    return streams
 
 
 def programs(config: ConfigDict, vocab_size: int, *, devices=None) -> Programs:

@@ -31,10 +31,11 @@ from dapo_jax.checkpoints.progress import Progress
 from dapo_jax.checkpoints.same_run import FORK, RESUME, Question, require, require_together
 from dapo_jax.checkpoints.snapshots import Snapshots
 from dapo_jax.checkpoints.store import Checkpoints
+from dapo_jax.evaluation import settings_of
 from dapo_jax.learner import TrainState
 from dapo_jax.logs import metrics, writers
 from dapo_jax.logs.alarms import Alarms, require_finite
-from dapo_jax.logs.files import locked, read_rows
+from dapo_jax.logs.files import json_digest, locked, read_rows
 from dapo_jax.logs.metrics import Stopwatch
 from dapo_jax.logs.record import Record
 from dapo_jax.process import compile_cache, hosts
@@ -89,7 +90,8 @@ class Run(Planned):
     step: finished steps, the first to do. begin_step: the run's own first, which is not 0 in a
     fork. start_weights: those that LoRA adapts, or that the KL term has; else None.
     recompute_old_logp: None where the loss takes none. streams: of every session, training's first,
-    then those of `sets`, which are evaluated now and then. seconds: of loading and compiling.
+    then those of `sets`, which are evaluated now and then. best: as of `best_key`. seconds: of
+    loading and compiling.
     """
 
     step: int
@@ -100,6 +102,7 @@ class Run(Planned):
     alarms: Alarms
     step_plan: StepPlan
     sets: dict[str, Dataset]
+    best: str
     streams: tuple[Stream, ...]
     update: Callable
     recompute_old_logp: Callable | None
@@ -242,7 +245,8 @@ def open_run(
     sets = planned.data.eval_sets if config.eval.every_steps > 0 else {}
     key = components.key(config, components.ROLLOUT_STREAM)
     training = Stream(key, components.sampling(config, planned.tokenizer))
-    streams = (training, *(components.eval_streams(config, planned.tokenizer) if sets else ()))
+    of_sets = components.eval_streams(config, planned.tokenizer, sets) if sets else ()
+    streams = (training, *of_sets)
     with watch("compile"):
         with hosts.saying_seconds("compiling the update", say.phase):
             of_learner = programs.compile_learner()
@@ -250,7 +254,11 @@ def open_run(
             programs.engine.compile(*(stream.sampling for stream in streams))
     spent = watch.seconds()
     run = Run(
-        **vars(planned),
+        config=config,
+        tokenizer=planned.tokenizer,
+        data=planned.data,
+        programs=programs,
+        chosen=planned.chosen,
         step=step,
         begin_step=begin_step,
         start_weights=start_weights,
@@ -259,6 +267,7 @@ def open_run(
         alarms=alarms,
         step_plan=components.step_plan(config, planned.data),
         sets=sets,
+        best=best_key(config, sets),
         streams=streams,
         update=of_learner["update"],
         recompute_old_logp=of_learner.get("old_logp"),
@@ -295,6 +304,17 @@ def _restored(planned: Planned, own: Checkpoints, workdir: pathlib.Path, parent:
     with contextlib.closing(parents_checkpoints(config, parent)) as saved:
         state, progress = saved.restore(parent.step, programs.state, require=same)
     return parent.step, state, Progress.from_json(progress).of_fork(), parent
+
+
+def best_key(config: ConfigDict, sets: Mapping[str, Dataset]) -> str:
+    """Names the set of checkpoint.best in `Progress.scores`; "" without one.
+
+    With a digest: scores of another set, of other prompts or settings, say nothing beside its own.
+    """
+    if not (name := config.checkpoint.best):
+        return ""
+    measured = [settings_of(config)[name], fingerprint.of_prompts(sets[name].prompts)]
+    return f"{name} {json_digest(measured)}"
 
 
 def parents_checkpoints(config: ConfigDict, parent: Parent) -> Checkpoints:
