@@ -136,8 +136,8 @@ class Environments:
         if wait:
             until = FIRST_COMPLETED if due is None else ALL_COMPLETED
             concurrent.futures.wait(here.values(), return_when=until)
-        found = [(where, job.result()) for where, job in here.items() if job.done()]
-        everyone = [it for theirs in hosts.gather(found) for it in theirs]
+        answers = [(where, job.result()) for where, job in here.items() if job.done()]
+        everyone = [answer for share in hosts.gather(answers) for answer in share]
         everyone.sort(key=operator.itemgetter(0))
         for where, answer in everyone:
             del self._asked[where]

@@ -12,15 +12,15 @@ def imported(setting: str, name: str, methods: Sequence[str] = ()) -> Any:
     """
     module, _, attribute = name.partition(":")
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        value = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         absent = getattr(error, "name", None) or module
         if isinstance(error, ImportError) and not f"{module}.".startswith(f"{absent}."):
             raise  # the module is there, and imports one that is not
         where = "in the working directory or on PYTHONPATH"
         raise ValueError(f"{setting}, which cannot be imported ({where}): {error}") from error
-    if not methods and not callable(found):
+    if not methods and not callable(value):
         raise ValueError(f"{setting}, which is no function or class")
-    if missing := [method for method in methods if not callable(getattr(found, method, None))]:
+    if missing := [method for method in methods if not callable(getattr(value, method, None))]:
         raise ValueError(f"{setting}, which has no method {', '.join(missing)}")
-    return found
+    return value

@@ -87,8 +87,8 @@ def collect(
         while not order.has_enough():
             for place in order.prompts():
                 submit(place, plan.prompt_at(place))
-            found = f"{len(order.counting)} of {plan.num_prompts} groups"
-            report(f"rollout: {found}, {len(order.groups)} graded")
+            counting, graded = len(order.counting), len(order.groups)
+            report(f"rollout: {counting} of {plan.num_prompts} groups, {graded} graded")
             done = session.step(more=order.wants_more()) if session.unfinished else []
             on_other_groups([group for group in done if group.stream != TRAINING])
             order.add(grading.exchange([group for group in done if group.stream == TRAINING]))

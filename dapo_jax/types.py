@@ -201,8 +201,8 @@ class Group:
 
     def graded(self, texts: Sequence[str], verdicts: Sequence[Verdict]) -> "Group":
         """The group with a text and a verdict of each response."""
-        found = zip(self.responses, texts, verdicts, strict=True)
-        responses = (dataclasses.replace(r, text=t, verdict=v) for r, t, v in found)
+        grades = zip(self.responses, texts, verdicts, strict=True)
+        responses = (dataclasses.replace(r, text=t, verdict=v) for r, t, v in grades)
         return dataclasses.replace(self, responses=tuple(responses))
 
     @property

@@ -52,14 +52,14 @@ def load(name: str) -> Family:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the module is there, and imports one that is not
-    found = [family for family in _FAMILIES.values() if family.module == module_name]
-    if len(found) != 1:
+    families = [family for family in _FAMILIES.values() if family.module == module_name]
+    if len(families) != 1:
         raise ValueError(
             f"model.family = {name!r}: built in are {', '.join(BUILT_IN)}; one of your own is a "
             f"module in the working directory or on PYTHONPATH, but {module_name} registers "
-            f"{len(found)} families (models.families.register) and must register one"
+            f"{len(families)} families (models.families.register) and must register one"
         )
-    return found[0]
+    return families[0]
 
 
 def known() -> dict[str, Family]:

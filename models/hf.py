@@ -63,10 +63,10 @@ def load_params(path, config: ModelConfig, *, dtype, shardings=None) -> dict[str
     lm_head that differs from the embedding though config.json ties the two.
     """
     path, dtype = epath.Path(path), jnp.dtype(dtype)
-    found = _headers(path, config)
-    _check(path, found, config)
-    if config.tie_embeddings and HEAD.tensor in found:
-        _check_tied(found[HEAD.tensor], found[EMBED.tensor])
+    headers = _headers(path, config)
+    _check(path, headers, config)
+    if config.tie_embeddings and HEAD.tensor in headers:
+        _check_tied(headers[HEAD.tensor], headers[EMBED.tensor])
 
     _, abstract = abstract_params(config)
     if shardings is None:
@@ -75,7 +75,7 @@ def load_params(path, config: ModelConfig, *, dtype, shardings=None) -> dict[str
 
     def load(key_path, leaf, sharding):
         parameter = config.parameters[key_path[-1].key]
-        return _load(found, parameter, leaf.shape, config, dtype, sharding)
+        return _load(headers, parameter, leaf.shape, config, dtype, sharding)
 
     return jax.tree_util.tree_map_with_path(load, abstract, shardings)
 
@@ -156,12 +156,12 @@ def _tensors(config) -> Iterator[tuple[str, tuple[int, ...], Parameter, tuple[in
                     yield p.tensor.format(*number), p.tensor_shape(sizes), p, number
 
 
-def _load(found, parameter, shape, config, dtype, sharding):
+def _load(headers, parameter, shape, config, dtype, sharding):
     sizes, axes = config.axis_sizes, parameter.axes.removeprefix(parameter.numbered)
     stored = parameter.layout.replace(" ", "")
     leading = len(shape) - len(axes)
     numbers = list(np.ndindex(shape[:leading]))
-    tensors = [found[parameter.tensor.format(*number)] for number in numbers]
+    tensors = [headers[parameter.tensor.format(*number)] for number in numbers]
     shards = {}  # place -> host array; several devices may share one
     for index in sharding.addressable_devices_indices_map(shape).values():
         place = _place(index, shape)
@@ -245,7 +245,7 @@ def _headers(path, config: ModelConfig) -> dict[str, FileTensor]:
             f"{path} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; it holds "
             f"{hf_config.listing(path)}"
         )
-    found = {
+    headers = {
         own: tensor
         for file in files
         for name, tensor in hf_stream.header(file).items()
@@ -253,23 +253,23 @@ def _headers(path, config: ModelConfig) -> dict[str, FileTensor]:
         and (own := config.own_tensor(name)) is not None
     }
     for (stack, names), layer in itertools.product(config.stacks.items(), range(config.num_layers)):
-        if stack.format(layer) in found:
+        if stack.format(layer) in headers:
             parameters = [config.parameters[name] for name in names]
-            found |= _of_stack(found, stack.format(layer), parameters, layer, config)
-    return found
+            headers |= _of_stack(headers, stack.format(layer), parameters, layer, config)
+    return headers
 
 
-def _of_stack(found, stack, parameters, layer, config) -> dict[str, FileTensor]:
+def _of_stack(headers, stack, parameters, layer, config) -> dict[str, FileTensor]:
     """Takes a stack apart, in the file's order: each parameter of one expert, then of the next.
 
     One of another shape is left, and has a name that no parameter has.
     """
-    sizes, tensor = config.axis_sizes, found[stack]
+    sizes, tensor = config.axis_sizes, headers[stack]
     rows, columns = parameters[0].tensor_shape(sizes)
     count = len(parameters) * sizes["E"]
     if tensor.shape != (sizes["E"], len(parameters) * rows, columns):
         return {}
-    del found[stack]
+    del headers[stack]
     dtype = FILE_DTYPES.get(tensor.dtype, jnp.dtype("int8"))  # `_check` refuses others
     step = math.prod(tensor.shape) // count * dtype.itemsize
     of_each = itertools.product(range(sizes["E"]), parameters)
@@ -286,12 +286,14 @@ def _listed(texts: list[str], separator: str) -> str:
     return separator.join(texts[:MAX_LISTED]) + more
 
 
-def _check(path, found, config):
+def _check(path, headers, config):
     expected = {name: shape for name, shape, *_ in _tensors(config)}
-    if config.tie_embeddings and HEAD.tensor in found:
+    if config.tie_embeddings and HEAD.tensor in headers:
         expected[HEAD.tensor] = expected[EMBED.tensor]
-    problems = [f"missing: {name} {shape}" for name, shape in expected.items() if name not in found]
-    for name, tensor in found.items():
+    problems = [
+        f"missing: {name} {shape}" for name, shape in expected.items() if name not in headers
+    ]
+    for name, tensor in headers.items():
         shape, file = tensor.shape, tensor.file.name
         if name not in expected and not BUFFERS.search(name):
             problems.append(f"unexpected: {name} {shape} in {file}")

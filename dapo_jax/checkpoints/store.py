@@ -204,13 +204,13 @@ class Checkpoints:
             refusal, outcome = error, TRANSIENT if is_transient(error) else REFUSED
             why = brief(error)
         everyone = hosts.gather((outcome, why, manifest.get("digest"), parts))
-        outcomes = [theirs for theirs, *_ in everyone]
+        outcomes, _, digest_of_each, parts_of_each = map(list, zip(*everyone, strict=True))
         if worst := max(outcomes):
             first = outcomes.index(worst)
             why = (f"process {first}: " if len(everyone) > 1 else "") + everyone[first][1]
-        elif len({theirs for *_, theirs, _ in everyone}) > 1:
+        elif len(set(digest_of_each)) > 1:
             worst, why = TRANSIENT, f"the processes read different ones; {ONE_FOLDER}"
-        elif wrong := list(_differing(manifest["arrays"], [theirs for *_, theirs in everyone])):
+        elif wrong := list(_differing(manifest["arrays"], parts_of_each)):
             worst, why = DAMAGED, f"not what was saved: {listed(wrong)}"
         if worst == DAMAGED:
             raise DamagedError(f"{name} cannot be read ({why})")
@@ -227,9 +227,9 @@ class Checkpoints:
 
     def _require_same(self, step, abstract_state, manifest, require) -> None:
         """Compares whose run it is, and names, shapes and dtypes: Orbax would cast, or fail."""
-        theirs = manifest["fingerprint"]
-        if require is not None and theirs is not None:
-            require(theirs, where=f"checkpoint {step} in {self.directory}")
+        fingerprint = manifest["fingerprint"]
+        if require is not None and fingerprint is not None:
+            require(fingerprint, where=f"checkpoint {step} in {self.directory}")
         there = {name: shape for name, (shape, _) in manifest["arrays"].items()}
         here = {name: digests.shape_text(it) for name, it in digests.named(abstract_state).items()}
         differing = [
@@ -278,7 +278,7 @@ def _differing(described: dict, processes: Sequence[dict]) -> Iterator[str]:
     """Yields the arrays whose digest, summed over all shards, is not the described one."""
     for name, (_, digest) in described.items():
         shards: dict[tuple[int, ...], int] = {}
-        parts = [part for theirs in processes for part in theirs.get(name, ())]
+        parts = [part for arrays in processes for part in arrays.get(name, ())]
         same = all(shards.setdefault(starts, part) == part for starts, part in parts)
         if not same or digests.text(sum(shards.values())) != digest:
             yield name

@@ -81,16 +81,16 @@ def _is_answerless(row, _=None) -> bool:
     return row["accuracy/mean"] == 0 and row["no_answer_fraction"] >= ANSWERLESS
 
 
-def _no_answers(row, of: "Alarms") -> str:
+def _no_answers(row, run: "Alarms") -> str:
     cut, share = row["response_tokens/truncated_fraction"], row["no_answer_fraction"]
     since = row.get("alarm/no_answers", 0)
     if cut < ANSWERLESS and since <= row["step"]:
         return (
             f"{share:.0%} of the responses have no answer that is found, and earlier steps had "
-            f"some: the policy has broken. Lower {of.values('learner.learning_rate')} and begin "
+            f"some: the policy has broken. Lower {run.values('learner.learning_rate')} and begin "
             f"with a checkpoint before step {row['step'] + 1 - since}"
         )
-    return _no_answer_advice(of.config, cut, share)
+    return _no_answer_advice(run.config, cut, share)
 
 
 def _no_answer_advice(config: ConfigDict, cut: float, share: float) -> str:
@@ -112,91 +112,93 @@ def _no_answer_advice(config: ConfigDict, cut: float, share: float) -> str:
     return f"{share:.0%} of the responses have no answer that is found. {asks}"
 
 
-def _entropy_bound(row, of: "Alarms") -> float:
-    return max(of.config.alarms.min_entropy, COLLAPSED * row.get("entropy_first", 0.0))
+def _entropy_bound(row, run: "Alarms") -> float:
+    return max(run.config.alarms.min_entropy, COLLAPSED * row.get("entropy_first", 0.0))
 
 
-def _has_exploded(row, of: "Alarms") -> bool:
+def _has_exploded(row, run: "Alarms") -> bool:
     grown = max(GREW_FROM_NATS, GREW * row.get("entropy_first", 0.0))
-    return row.get("entropy", 0.0) > min(grown, EXPLODED * of.uniform_nats)
+    return row.get("entropy", 0.0) > min(grown, EXPLODED * run.uniform_nats)
 
 
 # fmt: off
 ALARMS: tuple[Alarm, ...] = (
     Alarm("skipped_updates", "An update was skipped: its loss or gradient is not finite.",
-          lambda row, of: row["updates_skipped"] > 0, lambda row, of: (
+          lambda row, run: row["updates_skipped"] > 0, lambda row, run: (
         f"{row['updates_skipped']} of {row['updates_skipped'] + row['updates']} updates were left "
-        f"out, {row['updates_skipped_in_a_row']} in a row by now: {of.bad} was not finite. Look at "
-        + of.values("learner.learning_rate", "learner.max_grad_norm", "learner.max_skipped_updates")
+        f"out, {row['updates_skipped_in_a_row']} in a row by now: {run.bad} was not finite. Look "
+        "at " + run.values("learner.learning_rate", "learner.max_grad_norm",
+                           "learner.max_skipped_updates")
     )),
     Alarm("not_finite_samples", "A sampled response has a log-probability that is not finite.",
-          lambda row, of: row["responses_not_finite"] > 0, lambda row, of: (
+          lambda row, run: row["responses_not_finite"] > 0, lambda row, run: (
         f"{row['responses_not_finite']} responses were sampled with log-probabilities that are not "
-        "finite: the policy's logits overflow. Lower " + of.values("learner.learning_rate")
+        "finite: the policy's logits overflow. Lower " + run.values("learner.learning_rate")
     )),
     Alarm("empty_updates", "An update has no token with any weight.",
-          lambda row, of: row["updates_empty"] > 0, lambda row, of: (
+          lambda row, run: row["updates_empty"] > 0, lambda row, run: (
         f"{row['updates_empty']} updates had no token with any weight. Look at "
-        + of.values("algo.overlong_filtering", "rollout.max_response_tokens")
+        + run.values("algo.overlong_filtering", "rollout.max_response_tokens")
     )),
     Alarm("zero_gradients", "The gradient of every update of the step is exactly zero.",
-          lambda row, of: row["updates_zero_gradient"] == row["updates"] > 0,
-          lambda row, of: (
+          lambda row, run: row["updates_zero_gradient"] == row["updates"] > 0,
+          lambda row, run: (
         f"the gradient of all {row['updates']} updates is exactly zero: nothing is learned. Look "
-        "at " + of.values("algo.dynamic_sampling", "algo.eps_low", "algo.eps_high")
+        "at " + run.values("algo.dynamic_sampling", "algo.eps_low", "algo.eps_high")
     )),
     Alarm("no_answers", f"Accuracy 0, and {ANSWERLESS:.0%} of the responses have no answer.",
           _is_answerless, _no_answers, steps=2),
     Alarm("nothing_to_learn", "No group has right and wrong responses, though answers are found.",
-          lambda row, of: row["groups/informative"] == 0 and not _is_answerless(row),
-          lambda row, of: (
+          lambda row, run: row["groups/informative"] == 0 and not _is_answerless(row),
+          lambda row, run: (
         f"no group has right and wrong responses, at an accuracy of {row['accuracy/mean']:.1%}: "
         "the problems are too hard or too easy for this model. Look at data.train, "
-        + of.values("model.path", "rollout.max_response_tokens", "algo.filter_groups")
+        + run.values("model.path", "rollout.max_response_tokens", "algo.filter_groups")
     )),
     Alarm("entropy_collapse",
           f"Entropy below alarms.min_entropy, or {COLLAPSED:.0%} of the first step's.",
-          lambda row, of: row.get("entropy", math.inf) < _entropy_bound(row, of), lambda row, of: (
-        f"the entropy is {row['entropy']:.2g} nats, below {_entropy_bound(row, of):.2g}: the "
+          lambda row, run: row.get("entropy", math.inf) < _entropy_bound(row, run),
+          lambda row, run: (
+        f"the entropy is {row['entropy']:.2g} nats, below {_entropy_bound(row, run):.2g}: the "
         "policy hardly varies its responses. Raise "
-        + of.values("algo.eps_high", "rollout.temperature") + " or lower "
-        + of.values("learner.learning_rate", "alarms.min_entropy")
+        + run.values("algo.eps_high", "rollout.temperature") + " or lower "
+        + run.values("learner.learning_rate", "alarms.min_entropy")
     )),
     Alarm("entropy_explosion",
           f"Entropy over {EXPLODED:.0%} of log(vocabulary), or {GREW:g} times the first step's.",
-          _has_exploded, lambda row, of: (
-        f"the entropy is {row['entropy']:.2f} nats of {of.uniform_nats:.2f} at most, and was "
+          _has_exploded, lambda row, run: (
+        f"the entropy is {row['entropy']:.2f} nats of {run.uniform_nats:.2f} at most, and was "
         f"{row['entropy_first']:.2g} at first: the policy falls apart, or has no trained weights. "
-        "Look at " + of.values("learner.learning_rate", "model.path")
+        "Look at " + run.values("learner.learning_rate", "model.path")
     )),
     Alarm("no_calls", f"Fewer than {FORGOTTEN:.0%} of the first step's tool calls.",
-          lambda row, of: row.get(CALLS, 0) < FORGOTTEN * row.get(f"{CALLS}_first", 0),
-          lambda row, of: (
+          lambda row, run: row.get(CALLS, 0) < FORGOTTEN * row.get(f"{CALLS}_first", 0),
+          lambda row, run: (
         f"an episode has {row[CALLS]:.2g} tool calls, and had {row[f'{CALLS}_first']:.2g} at first:"
         " the policy has given up its tools. Does the reward need them? Look at data.train, "
-        + of.values("learner.learning_rate")
+        + run.values("learner.learning_rate")
     )),
     Alarm("failed_calls", f"More than {FAILED:.0%} of the tool calls failed.",
-          lambda row, of: row.get("task/failed_calls", 0) > FAILED * row.get(CALLS, math.inf),
-          lambda row, of: (
+          lambda row, run: row.get("task/failed_calls", 0) > FAILED * row.get(CALLS, math.inf),
+          lambda row, run: (
         f"{row['task/failed_calls'] / row[CALLS]:.0%} of the tool calls failed, "
         f"{row['task/timeouts'] / row[CALLS]:.0%} by time. Are the errors the model's? "
         "rollouts/*.jsonl.gz has what it read; look at "
-        + of.values("rollout.environment_seconds")
+        + run.values("rollout.environment_seconds")
     )),
     Alarm("left_out", f"Environments failed in more than {LOST:.0%} of the groups.",
-          lambda row, of: row.get("groups/left_out", 0) > LOST * row["groups/sampled"],
-          lambda row, of: (
+          lambda row, run: row.get("groups/left_out", 0) > LOST * row["groups/sampled"],
+          lambda row, run: (
         f"environments failed in {row['groups/left_out']} of {row['groups/sampled']} groups, which "
         "no update trains on; rollouts/*.jsonl.gz says why. Look at "
-        + of.values("rollout.on_environment_failure", "rollout.environment_seconds")
+        + run.values("rollout.on_environment_failure", "rollout.environment_seconds")
     )),
     Alarm("ratio_gap", f"ratio_gap over alarms.max_ratio_gap (0: {RATIO_GAP}).",
-          lambda row, of: row.get("ratio_gap", 0.0) > of.ratio_gap, lambda row, of: (
+          lambda row, run: row.get("ratio_gap", 0.0) > run.ratio_gap, lambda row, run: (
         f"sampler and learner disagree: the first update's ratio is off by {row['ratio_gap']:.2g} "
-        f"on average, over {of.ratio_gap:.2g}. Have all hosts the same model, data and settings? "
+        f"on average, over {run.ratio_gap:.2g}. Have all hosts the same model, data and settings? "
         "algo.old_logprobs = 'learner' takes the gap out of the ratio. Look at "
-        + of.values("model.kernels", "model.compute_dtype", "alarms.max_ratio_gap")
+        + run.values("model.kernels", "model.compute_dtype", "alarms.max_ratio_gap")
     )),
 )
 # fmt: on

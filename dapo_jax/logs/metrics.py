@@ -66,8 +66,8 @@ class Step:
     @property
     def gave_up(self) -> dict[str, int]:
         """Responses whose grade nobody knows, by the status that says why; see `GAVE_UP`."""
-        found = collections.Counter(it.verdict.status for it in self.responses)
-        return {status: found[status] for status in GAVE_UP if found[status]}
+        count_of = collections.Counter(it.verdict.status for it in self.responses)
+        return {status: count_of[status] for status in GAVE_UP if count_of[status]}
 
     @property
     def partial_rollouts(self) -> bool:
@@ -90,9 +90,9 @@ class Step:
         kept = self.rollouts.kept if self.partial_rollouts else ()
         return [response for p in kept for response in self.rollouts.sampled[p].responses]
 
-    def mean_age(self, of: Callable[[Response], int]) -> float | None:
+    def mean_age(self, count: Callable[[Response], int]) -> float | None:
         """Averages over the trained tokens; None without partial rollouts."""
-        return sum(map(of, self.aging)) / self.rollouts.kept_tokens if self.aging else None
+        return sum(map(count, self.aging)) / self.rollouts.kept_tokens if self.aging else None
 
     def mean_length(self, *, correct: bool) -> float | None:
         """Mean tokens of the right or of the wrong responses; None where there are none."""
@@ -324,11 +324,11 @@ def step_row(step: Step) -> dict[str, float]:
         **{f"{TASK}{name}": mean for name, mean in mean_measures(step.responses).items()},
         **step.evaluation,
     }
-    found = dict.fromkeys(metric.key for metric in METRICS) | given  # in the order of the table
-    found |= {metric.key: metric.value(step) for metric in METRICS if metric.value}
-    found |= {key: of(step) for key, of in own_metrics(step.config.log.metrics).items()}
+    values = dict.fromkeys(metric.key for metric in METRICS) | given  # in the order of the table
+    values |= {metric.key: metric.value(step) for metric in METRICS if metric.value}
+    values |= {key: metric(step) for key, metric in own_metrics(step.config.log.metrics).items()}
     row = {}
-    for key, value in found.items():
+    for key, value in values.items():
         if value is not None:
             row[key] = value.item() if isinstance(value, np.generic | np.ndarray) else value
             if not isinstance(row[key], bool | int | float):

@@ -203,13 +203,13 @@ def sample_digests(groups: Sequence[Group], reward_PG: np.ndarray) -> dict[str, 
 
 def samples(rollouts: Rollouts, reward_PG) -> list[dict]:
     """The first response of the step's first groups, for a person to read."""
-    found = []
+    shown = []
     for p, group in enumerate(rollouts.sampled[:SHOWN_SAMPLES]):
         row = response_row(group, 0, reward=float(reward_PG[p, 0]))
         if turns := row.pop("turns", None):
             row["response"] = conversation(turns)
-        found.append(row | {"prompt": problem_of(row["prompt"])})
-    return found
+        shown.append(row | {"prompt": problem_of(row["prompt"])})
+    return shown
 
 
 def _every(steps: int, step: int) -> bool:

@@ -24,12 +24,12 @@ from dapo_jax.preflight import examine
 def main(_):
     given = flags.FLAGS
     try:
-        found = examine.examine(given.config, given.topology, slices=given.slices)
+        examined = examine.examine(given.config, given.topology, slices=given.slices)
     except MemoryError as error:
         print(f"it does not fit: {error}\n{examine.ADVICE}")
         sys.exit(1)
-    print("\n".join(found.lines()))
-    if found.headroom < 0:
+    print("\n".join(examined.lines()))
+    if examined.headroom < 0:
         sys.exit(1)
 
 

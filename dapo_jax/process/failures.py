@@ -86,8 +86,8 @@ def is_explained(error: BaseException) -> bool:
 
 def is_transient(error: BaseException) -> bool:
     """Returns whether reading again, some time later, may well succeed."""
-    found = cause_of(error)
-    return found is not None and found[1].transient
+    cause = cause_of(error)
+    return cause is not None and cause[1].transient
 
 
 def is_damage(error: BaseException) -> bool:
@@ -98,8 +98,8 @@ def is_damage(error: BaseException) -> bool:
     """
     if isinstance(error, MISSING_ERRORS):
         return True
-    if found := cause_of(error):
-        return found[2] in MISSING
+    if cause := cause_of(error):
+        return cause[2] in MISSING
     if isinstance(error, OSError | MemoryError) or type(error).__name__ == "JaxRuntimeError":
         return False
     return not MEMORY_TEXT.search(str(error))

@@ -258,11 +258,11 @@ def decode_block(
 
 def _columns(row_BX, cache: Cache) -> dict[str, jax.Array]:
     """Takes the rows that travel to the device apart: each column of `Cache.row_dtype` by name."""
-    found, item_bytes = {}, row_BX.dtype.itemsize
+    columns, item_bytes = {}, row_BX.dtype.itemsize
     for name, (dtype, offset) in cache.row_dtype.fields.items():
         first, width = offset // item_bytes, dtype.itemsize // item_bytes
-        found[name] = row_BX[:, first : first + width] if dtype.shape else row_BX[:, first]
-    return found
+        columns[name] = row_BX[:, first : first + width] if dtype.shape else row_BX[:, first]
+    return columns
 
 
 def _by_pieces(prompt_pages, pages, table: xla.PageTable, page_P, *, readers: int, windows):

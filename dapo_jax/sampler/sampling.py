@@ -89,9 +89,9 @@ def _of_first_rows(logits_RV, limit_R1, needs_R1, live_R, threshold):
     def of_first(size: int):
         if not size:
             return jnp.full((R, 1), -jnp.inf, logits_RV.dtype)
-        found = threshold(logits_RV[:size], limit_R1[:size])
-        found = jnp.where(needs_R1[:size], found, -jnp.inf)
-        return jnp.pad(found, ((0, R - size), (0, 0)), constant_values=-jnp.inf)
+        least_R1 = threshold(logits_RV[:size], limit_R1[:size])
+        least_R1 = jnp.where(needs_R1[:size], least_R1, -jnp.inf)
+        return jnp.pad(least_R1, ((0, R - size), (0, 0)), constant_values=-jnp.inf)
 
     last = jnp.max(jnp.where(needs_R1[:, 0] & live_R, jnp.arange(1, R + 1), 0))
     which = jnp.sum(last > jnp.asarray(sizes))

@@ -183,12 +183,12 @@ def fit_cache(
     sizes_mib = range(1, max(1, int(most) // 2**20))
     mib = 1 + bisect.bisect_left(sizes_mib, wanted, key=slots)
     if most < mib * 2**20 or not slots(mib):
-        of = "" if device is None else f" of {device / 2**20:,.0f}"
+        whole = "" if device is None else f" of {device / 2**20:,.0f}"
         raise ValueError(
             f"a prompt of {r.max_prompt_tokens:,} tokens with a response of "
             f"{r.max_response_tokens:,} (rollout.max_response_tokens, --max_tokens) does not fit "
-            f"in the {max(0.0, most) / 2**20:,.0f} MiB that a device{of} has for the cache; lower "
-            "that or rollout.page_tokens, or raise mesh.model"
+            f"in the {max(0.0, most) / 2**20:,.0f} MiB that a device{whole} has for the cache; "
+            "lower that or rollout.page_tokens, or raise mesh.model"
         )
     r.cache_mib = mib
 

@@ -173,14 +173,14 @@ def tokenizer(config: ConfigDict) -> Tokenizer:
     if not epath.Path(path).exists():
         name = "tokenizer.path" if config.tokenizer.path else "model.path"
         raise FileNotFoundError(f"{name} = {path!r}: there is no such directory")
-    of = config.tokenizer
+    settings = config.tokenizer
     return load_tokenizer(
         path,
-        stop_tokens=of.stop_tokens or None,
-        chat=of.chat,
+        stop_tokens=settings.stop_tokens or None,
+        chat=settings.chat,
         rows=model_sizes(config).vocab_size,
-        date=of.date,
-        chat_args=of.chat_args.to_dict(),
+        date=settings.date,
+        chat_args=settings.chat_args.to_dict(),
     )
 
 
@@ -198,12 +198,12 @@ class Data:
 
     def longest_prompt(self) -> int:
         """Counts the tokens of the longest prompt."""
-        prompts = (prompt for of in self.sets.values() for prompt in of.prompts)
+        prompts = (prompt for dataset in self.sets.values() for prompt in dataset.prompts)
         return max((len(prompt.token_ids) for prompt in prompts), default=1)
 
     def report_lines(self) -> list[str]:
         """Accounts for each row of each data set."""
-        lines = [line for of in self.sets.values() for line in of.report.lines()]
+        lines = [line for dataset in self.sets.values() for line in dataset.report.lines()]
         if len(self.train.sets) > 1:
             shares = [f"{share:.1%} {key}" for key, share in self.train.shares.items()]
             lines.append(f"training prompts: {', '.join(shares)}")
@@ -238,10 +238,16 @@ def load_data(
 
 def environments(config: ConfigDict, data: Data, tokenizer: Tokenizer) -> Environments | None:
     """Makes what answers the turns of a session's episodes; None where no set has any."""
-    found = {it.prompts[0].key: it.environment for it in data.sets.values() if it.environment}
-    r = config.rollout
-    how = {"on_failure": r.on_environment_failure, "most_open": r.open_environments}
-    return Environments(found, tokenizer, max_turns=r.max_turns, **how) if found else None
+    sets = [dataset for dataset in data.sets.values() if dataset.environment]
+    if not sets:
+        return None
+    return Environments(
+        {dataset.prompts[0].key: dataset.environment for dataset in sets},
+        tokenizer,
+        max_turns=config.rollout.max_turns,
+        on_failure=config.rollout.on_environment_failure,
+        most_open=config.rollout.open_environments,
+    )
 
 
 def overlong(config: ConfigDict) -> dict[str, float]:

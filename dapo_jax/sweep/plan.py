@@ -156,16 +156,16 @@ def record(plan: Plan, folder: pathlib.Path) -> None:
     new = {"start": plan.start, "recipe": as_json(of_all)}
     old = read_json(path) if path.is_file() else new | {"arms": {}, "seeds": []}
     may_change = tuple(key for key in MAY_CHANGE if not key.startswith("eval."))
-    found = config_differences(old["recipe"], new["recipe"], but=may_change)
+    differences = config_differences(old["recipe"], new["recipe"], but=may_change)
     for arm, settings in plan.arms.items():
         if (was := old["arms"].get(arm, settings)) != settings:
-            found.append(f"arm {arm!r} is {settings}, but was {was}")
+            differences.append(f"arm {arm!r} is {settings}, but was {was}")
     if plan.start != old["start"]:
-        found.append(f"--start is {plan.start!r}, but was {old['start']!r}")
-    if found:
+        differences.append(f"--start is {plan.start!r}, but was {old['start']!r}")
+    if differences:
         raise ValueError(
-            f"{folder} holds another sweep: {'; '.join(found)}. Give the old values to go on, or "
-            "another --workdir"
+            f"{folder} holds another sweep: {'; '.join(differences)}. Give the old values to go "
+            "on, or another --workdir"
         )
     arms, seeds = old["arms"] | plan.arms, dict.fromkeys([*old["seeds"], *plan.seeds])
     write_json(path, new | {"arms": arms, "seeds": list(seeds)})

@@ -164,10 +164,10 @@ def graded(group: Group, *, task: Task, tokenizer: Tokenizer) -> Group:
     begun = begun_answer(example.prompt, tokenizer)
     open_ = [response for response in group.responses if response.verdict is None]
     last = [begun + tokenizer.decode(response.turns_T[-1].tolist()) for response in open_]
-    found = iter(grade_many(task, last, example) if open_ else ())
+    of_last = iter(grade_many(task, last, example) if open_ else ())
     verdicts = []
     for response in group.responses:
-        verdict = next(found) if response.verdict is None else response.verdict
+        verdict = next(of_last) if response.verdict is None else response.verdict
         measures = {**(verdict.measures or {}), **(response.measures or {})}
         verdicts.append(verdict._replace(measures=measures or None))
     return group.graded(texts, verdicts)

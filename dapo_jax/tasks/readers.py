@@ -150,8 +150,8 @@ def answer_of(value: object, name: str, mark: str) -> str:
         name = f"the last box of {name}"
         answer = _boxed(answer)
     elif mark:
-        _, found, answer = answer.rpartition(mark)
-        if not found:
+        _, has_mark, answer = answer.rpartition(mark)
+        if not has_mark:
             raise ValueError(f'{name} has no "{mark}" before its result')
         answer, name = answer.replace(",", ""), f'{name} after "{mark}"'
     return _LEADING_ZEROS.sub(r"\1", _text(answer, name).strip())

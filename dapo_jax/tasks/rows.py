@@ -127,9 +127,9 @@ class Rows:
 
         Raises DataError where rows are bad and on_bad_row is "error".
         """
-        found = self._bad.values()
-        bad_rows = sum(count for _, count in found)
-        notes = [f"{first} ({n:,} such rows)" if n > 1 else first for first, n in found]
+        reasons = self._bad.values()
+        bad_rows = sum(count for _, count in reasons)
+        notes = [f"{first} ({n:,} such rows)" if n > 1 else first for first, n in reasons]
         if len(notes) > SHOWN_REASONS:
             notes[SHOWN_REASONS:] = [f"... {bad_rows:,} bad rows in all"]
         if notes and self._on_bad_row != "skip":

@@ -151,8 +151,9 @@ class HuggingFaceTokenizer(PlainText):
 
     def _opening(self) -> str:
         """Returns what a prompt has behind the header that an earlier answer has too."""
-        header, found, _ = self._rendered("a question", "an answer", "more").partition("an answer")
-        is_begun = found and self._asked.startswith(header)
+        talk = self._rendered("a question", "an answer", "more")
+        header, is_there, _ = talk.partition("an answer")
+        is_begun = is_there and self._asked.startswith(header)
         return self._asked.removeprefix(header) if is_begun else ""
 
     @functools.cached_property
@@ -161,8 +162,8 @@ class HuggingFaceTokenizer(PlainText):
 
     def _end_of_turn(self) -> str | None:
         """Returns the special token that the template writes behind an answer; None without one."""
-        _, found, behind = self._rendered("a question", "an answer").rpartition("an answer")
-        if not found:  # the template leaves answers out
+        _, is_there, behind = self._rendered("a question", "an answer").rpartition("an answer")
+        if not is_there:  # the template leaves answers out
             return None
         special = [it.content for it in self._tokenizer.added_tokens_decoder.values() if it.special]
         return max(filter(behind.lstrip().startswith, special), key=len, default=None)

@@ -7,7 +7,7 @@ largest $n$ is 34", says that value.
 import re
 
 from dapo_jax.verifier.grammar import read
-from dapo_jax.verifier.notation import tokens
+from dapo_jax.verifier.notation import tokenized
 
 TAIL_CHARS = 300
 SYMBOLIC_TAIL_CHARS = 1000
@@ -78,7 +78,7 @@ def last_answer(response: str) -> str | None:
     for index in reversed(range(len(lines))):
         if match := _ANSWER_LINE.match(lines[index]):
             candidates = [match[1], *lines[index + 1 :]]
-            return next((it for it in candidates if it.strip() and tokens(it)), "")
+            return next((it for it in candidates if it.strip() and tokenized(it)), "")
     return None
 
 

@@ -17,7 +17,7 @@ import sympy
 from sympy.core.alphabets import greeks
 
 from dapo_jax.verifier.grammar import FUNCTIONS, Tree, number, split
-from dapo_jax.verifier.notation import Token, closing, joined, tokens
+from dapo_jax.verifier.notation import Token, closing, joined, tokenized
 
 MAX_BITS = 1 << 17  # of a power of numbers
 MAX_EXPONENTS = 100, 10_000  # of a sum, of anything else
@@ -58,8 +58,8 @@ class Formula:
     log: what a logarithm without a base is divided by. in_order: capitals are matrices.
     """
 
-    def __init__(self, found: Sequence[Token], log=1, *, in_order: bool = False, bound=()) -> None:
-        self.found = [*_letter_by_letter(found), Token("end", "")]
+    def __init__(self, tokens: Sequence[Token], log=1, *, in_order: bool = False, bound=()) -> None:
+        self.tokens = [*_letter_by_letter(tokens), Token("end", "")]
         self.log, self.in_order, self.bound = log, in_order, {*bound}
         self.place, self.bars, self.letters = 0, 0, set()
         self.value = self.sum()
@@ -70,7 +70,7 @@ class Formula:
 
     @property
     def next(self) -> Token:
-        return self.found[self.place]
+        return self.tokens[self.place]
 
     def at(self, *texts: str) -> bool:
         """Takes the next token if it is one of the texts."""
@@ -92,15 +92,15 @@ class Formula:
 
     def group(self) -> list[Token]:
         """Takes the tokens in brackets, or one token."""
-        begin, end = self.place, closing(self.found, self.place)
-        if end >= len(self.found) - 1:
+        begin, end = self.place, closing(self.tokens, self.place)
+        if end >= len(self.tokens) - 1:
             raise UnreadableError
         self.place = end + 1
-        return self.found[begin + 1 : end] if end > begin else [self.found[begin]]
+        return self.tokens[begin + 1 : end] if end > begin else [self.tokens[begin]]
 
-    def part(self, found: Sequence[Token]):
+    def part(self, tokens: Sequence[Token]):
         """Reads other tokens."""
-        inner = Formula(found, self.log, in_order=self.in_order, bound=self.bound)
+        inner = Formula(tokens, self.log, in_order=self.in_order, bound=self.bound)
         self.letters |= inner.letters
         return inner.value
 
@@ -123,7 +123,7 @@ class Formula:
     def term(self):
         value, is_divided = self.factor(), False
         while True:
-            around = [it.text for it in self.found[self.place - 1 : self.place + 2]]
+            around = [it.text for it in self.tokens[self.place - 1 : self.place + 2]]
             if self.at(r"\times"):
                 right = self.sign() * self.factor()
                 sides = value, right
@@ -147,7 +147,7 @@ class Formula:
         """Tells whether a factor follows."""
         kind, text, _, _ = self.next
         if kind == "number":
-            before = [it.text for it in self.found[max(self.place - 2, 0) : self.place]]
+            before = [it.text for it in self.tokens[max(self.place - 2, 0) : self.place]]
             return before[-1] in (")", "}", "!") or (before[0] == "^" and before[-1].isalpha())
         is_factor = kind in ("letters", "command") or text == "(" or (text == "|" and not self.bars)
         return is_factor and text not in (*but, r"\rfloor", r"\rceil", r"\end")
@@ -167,8 +167,8 @@ class Formula:
     def raised(self, value):
         """Reads an exponent: a power, or a mark such as the T of a transpose."""
         if self.at(r"\top", "*", r"\dagger") or (str(value).isupper() and self.at("T")):
-            return self.symbol(f"{value}^{self.found[self.place - 1].text.replace('top', 'T')}")
-        marks = [it.text for it in self.found[self.place :][:5]]
+            return self.symbol(f"{value}^{self.tokens[self.place - 1].text.replace('top', 'T')}")
+        marks = [it.text for it in self.tokens[self.place :][:5]]
         if marks[:2] == ["{", "("] and marks[3:] == [")", "}"]:  # y^{(4)} is a derivative
             self.place += 5
             return self.symbol(f"{value}^({marks[2]})")
@@ -181,9 +181,9 @@ class Formula:
         begin, kind, text = self.place, self.next.kind, self.take()
         name = text.removeprefix("\\")
         if kind == "number":
-            is_mixed = self.next.text == r"\frac" and number(self.found[begin : begin + 8])
+            is_mixed = self.next.text == r"\frac" and number(self.tokens[begin : begin + 8])
             self.place += 7 if is_mixed else 0  # 2\frac{1}{2}
-            return sympy.Rational(number(self.found[begin : self.place]))
+            return sympy.Rational(number(self.tokens[begin : self.place]))
         if name in _CLOSED_BY:
             self.bars += name == "|"
             value = self.sum()
@@ -191,7 +191,7 @@ class Formula:
             self.bars -= name == "|"
             return self.call(name, value)
         if name in ("frac", "binom"):
-            texts = "".join(it.text for it in self.found[self.place :][:9])
+            texts = "".join(it.text for it in self.tokens[self.place :][:9])
             if re.match(r"\{d(?:\^\d)?\w?\}\{d\w(?:\^\d)?\}", texts):
                 raise UnreadableError
             return self.call(name, self.argument(), self.argument())
@@ -214,7 +214,7 @@ class Formula:
         """Reads the marks, the index and the arguments of a name."""
         while self.next.text in ("'", "_"):
             text += "'" if self.at("'") else f"{self.take()}{joined(self.group())}"
-        inner = self.found[self.place + 1 : closing(self.found, self.place)]
+        inner = self.tokens[self.place + 1 : closing(self.tokens, self.place)]
         is_call = len(inner) == 1 or len(split(inner, ",;")[0]) > 1
         if self.next.text == "(" and (is_call or re.split("[_']", text)[0] in _OF_ANYTHING):
             return self.symbol(f"{text}{self.inside()}", text)
@@ -243,7 +243,7 @@ class Formula:
             while self.goes_on("(", "|") and self.next.text.removeprefix("\\") not in FUNCTIONS:
                 value *= self.factor()
             values = [sign * value]
-            behind = [it.text.removeprefix("\\") for it in self.found[self.place :][:2]]
+            behind = [it.text.removeprefix("\\") for it in self.tokens[self.place :][:2]]
             if behind[0] == "/" and behind[1] not in FUNCTIONS:
                 raise UnreadableError  # \sin \pi/6 has two readings
         is_log = name == "log" or "_" not in scripts
@@ -271,14 +271,14 @@ class Formula:
             self.take()
             scripts[mark] = self.group()
         if kind == "int":
-            end = [it.text for it in self.found].index("d", self.place)
-            name, low = self.found[end + 1].text, scripts["_"]
+            end = [it.text for it in self.tokens].index("d", self.place)
+            name, low = self.tokens[end + 1].text, scripts["_"]
         else:
             index, *_, low = split(scripts["_"], ("=", r"\to"))[0]
             name = joined(index)
         low, self.bound = self.part(low), self.bound | {name}
         if kind == "int":
-            term, self.place = self.part(self.found[self.place : end]), end + 2
+            term, self.place = self.part(self.tokens[self.place : end]), end + 2
         else:
             term = self.term()
         self.bound -= {name}
@@ -291,9 +291,9 @@ class Formula:
         return _SERIES[kind](term, (variable, low, high)).doit()
 
 
-def _letter_by_letter(found: Sequence[Token]) -> Iterator[Token]:
+def _letter_by_letter(tokens: Sequence[Token]) -> Iterator[Token]:
     """Makes a token of each letter, but of sin and pi: AB is a product."""
-    for token in found:
+    for token in tokens:
         is_name = token.text in FUNCTIONS or token.text in _CONSTANTS or token.kind != "letters"
         yield from [token] if is_name else (token._replace(text=it) for it in token.text)
 
@@ -347,7 +347,7 @@ def _built(tree: Tree, log, in_order: bool) -> tuple:
     if kind == "number":
         return sympy.Rational(parts[0]), set()
     if kind == "formula":
-        formula = Formula(tokens(parts[0]), log, in_order=in_order)
+        formula = Formula(tokenized(parts[0]), log, in_order=in_order)
         return formula.value, formula.letters
     (a, letters), (b, its_letters) = (_built(it, log, in_order) for it in parts)
     return a - b if kind == "-" else a * b, letters | its_letters

@@ -15,7 +15,7 @@ import re
 from collections.abc import Sequence
 from fractions import Fraction
 
-from dapo_jax.verifier.notation import CLOSES, OPENS, Token, closing, joined, tokens
+from dapo_jax.verifier.notation import CLOSES, OPENS, Token, closing, joined, tokenized
 from dapo_jax.verifier.units import MONEY, SIGNS, unit_of
 
 Tree = tuple
@@ -50,23 +50,23 @@ _NAME = re.compile(rf"{_LETTER}|[^\W\dxyz](?:\+[^\W\dxyz])+|{_CALL}|{_SEGMENTS}"
 @functools.lru_cache(maxsize=4096)
 def read(text: str) -> Tree:
     """Reads an answer; raises nothing."""
-    found = tokens(text)
+    tokens = tokenized(text)
     try:
-        return _answer(found)
+        return _answer(tokens)
     except Exception:  # an odd answer must not end a run
-        return _text(found)
+        return _text(tokens)
 
 
 def spelling(text: str) -> str:
     """Returns a number as an integer or a fraction, any other answer without its typesetting."""
     tree = read(text)
-    return str(tree[1]) if tree[0] == "number" else joined(tokens(text))
+    return str(tree[1]) if tree[0] == "number" else joined(tokenized(text))
 
 
-def _text(found: Sequence[Token]) -> Tree:
-    if len(found) > 1 and found[0].text in ("a", "an", "the") and len(found[1].text) > 2:
-        found = found[1:]
-    folded = [(it.kind, it.text.casefold() if len(it.text) > 1 else it.text) for it in found]
+def _text(tokens: Sequence[Token]) -> Tree:
+    if len(tokens) > 1 and tokens[0].text in ("a", "an", "the") and len(tokens[1].text) > 2:
+        tokens = tokens[1:]
+    folded = [(it.kind, it.text.casefold() if len(it.text) > 1 else it.text) for it in tokens]
     return "text", joined([Token(*it) for it in folded])
 
 
@@ -80,10 +80,10 @@ def is_word(token: Token) -> bool:
     return bool(vowels - {"a"} or (vowels and not text.isupper() and {*text} - {*"abcdxyz"}))
 
 
-def split(found: Sequence[Token], joints: Sequence[str]) -> tuple[list[list[Token]], list[str]]:
+def split(tokens: Sequence[Token], joints: Sequence[str]) -> tuple[list[list[Token]], list[str]]:
     """Splits at the joints outside of brackets; returns the parts and the joints."""
     parts, between, depth = [[]], [], 0
-    for token in found:
+    for token in tokens:
         depth += (token.text in OPENS) - (token.text in CLOSES)
         if depth or token.text not in joints:
             parts[-1].append(token)
@@ -96,14 +96,14 @@ def split(found: Sequence[Token], joints: Sequence[str]) -> tuple[list[list[Toke
 # An answer of several items.
 
 
-def _answer(found: Sequence[Token]) -> Tree:
+def _answer(tokens: Sequence[Token]) -> Tree:
     for joints in _JOINTS:
-        parts, between = split(found, joints)
+        parts, between = split(tokens, joints)
         if between:
             items = [*map(_answer, parts)]
             is_or = "or" in joints or (";" in joints and any(it[0] == "map" for it in items))
-            return _joined("or" if is_or else "list", items) if all(parts) else _text(found)
-    return _item(found)
+            return _joined("or" if is_or else "list", items) if all(parts) else _text(tokens)
+    return _item(tokens)
 
 
 def _joined(kind: str, items: list[Tree]) -> Tree:
@@ -142,36 +142,37 @@ def is_name(name: str, *, loose: bool = False) -> bool:
     if _NAME.fullmatch(name) or (name.isalpha() and is_word(Token("letters", name))):
         return True
     bare = re.sub(r"\([^()]*\)|_(?:\w|\{[^{}]*\})", "", name)
-    has_letters = re.search("[a-zA-Z]", bare) and not any(map(is_word, tokens(name)))
+    has_letters = re.search("[a-zA-Z]", bare) and not any(map(is_word, tokenized(name)))
     return bool(loose and has_letters and not re.search(r"^-|\d|\\(?:sqrt|frac)", bare))
 
 
-def _item(found: Sequence[Token]) -> Tree:
+def _item(tokens: Sequence[Token]) -> Tree:
     signs = {r"\pm": "+-", r"\mp": "-+"}
-    doubled = sum(it.text in signs for it in found)
-    if doubled > 1 or _SHAPE.fullmatch(joined(found)):
-        return _text(found)
+    doubled = sum(it.text in signs for it in tokens)
+    if doubled > 1 or _SHAPE.fullmatch(joined(tokens)):
+        return _text(tokens)
     if doubled:
         cases = (
-            [it._replace(text=signs.get(it.text, [it.text] * 2)[i]) for it in found] for i in (0, 1)
+            [it._replace(text=signs.get(it.text, [it.text] * 2)[i]) for it in tokens]
+            for i in (0, 1)
         )
         return _joined("or", [*map(_item, cases)])
-    parts, between = split(found, _RELATIONS)
+    parts, between = split(tokens, _RELATIONS)
     if not between:
-        is_rounded = [it.text for it in found[:1]] == [r"\approx"]
-        return ("approximate", _item(found[1:])) if is_rounded else _side(found)
+        is_rounded = [it.text for it in tokens[:1]] == [r"\approx"]
+        return ("approximate", _item(tokens[1:])) if is_rounded else _side(tokens)
     relations = [_RELATIONS[it] for it in between]
     if relations == [r"\equiv"]:
         parts[1:] = split(parts[1], [r"\pmod"])[0]
     sides = [*map(_side, parts)]
     if not all(parts) or (relations == [r"\equiv"]) != (len(parts) == len(relations) + 2):
-        return _text(found)
+        return _text(tokens)
     if {*relations} == {"="}:
         if sides[0][0] == sides[-1][0] == "tuple" and len(sides[0]) == len(sides[-1]):
             names = [joined(it) for it in split(parts[0][1:-1], ",;")[0]]
             if len(names) == len(sides[-1]) - 1:
                 return _map(names, sides[-1][1:])
-            return _text(found)
+            return _text(tokens)
         names = [joined(it) for it in parts[:-1]]
         if len(names) > 1 and all(len(it) == 1 and it.islower() for it in names):  # x = y = 2
             return _map(names, sides[-1:] * len(names))
@@ -180,44 +181,44 @@ def _item(found: Sequence[Token]) -> Tree:
         sides, relations = sides[::-1], [_TURNED[it] for it in reversed(relations)]
     if {*relations} <= {*_TURNED.values()}:
         return "<", tuple(relations), *sides
-    return (relations[0], *sides) if len(relations) == 1 else _text(found)
+    return (relations[0], *sides) if len(relations) == 1 else _text(tokens)
 
 
-def _name(found: Sequence[Token]) -> str:
+def _name(tokens: Sequence[Token]) -> str:
     """Spells what is before "="; a word in any case."""
-    is_one_word = len(found) == 1 and is_word(found[0])
-    return found[0].text.casefold() if is_one_word else joined(found)
+    is_one_word = len(tokens) == 1 and is_word(tokens[0])
+    return tokens[0].text.casefold() if is_one_word else joined(tokens)
 
 
-def _side(found: Sequence[Token]) -> Tree:
-    if not found:
+def _side(tokens: Sequence[Token]) -> Tree:
+    if not tokens:
         return "text", ""
     for kind in (r"\setminus", r"\cup", r"\cap"):
-        parts, between = split(found, [kind])
+        parts, between = split(tokens, [kind])
         if between:
-            return (kind, *map(_side, parts)) if all(parts) else _text(found)
-    if found[0].text in OPENS and (tree := _bracketed(found)):
+            return (kind, *map(_side, parts)) if all(parts) else _text(tokens)
+    if tokens[0].text in OPENS and (tree := _bracketed(tokens)):
         return tree
-    if (value := number(found)) is not None:
-        digits = joined(found).partition(".")[2]
+    if (value := number(tokens)) is not None:
+        digits = joined(tokens).partition(".")[2]
         is_long = digits.isdigit() and len(digits) >= ROUNDED_DIGITS
         return "number", value, *([len(digits)] if is_long else [])
-    return _measures(found) or (
-        _text(found)
-        if any(is_word(it) or it.text in ":?#@~&" for it in found)
-        else ("formula", joined([it._replace(spaced=False) for it in found]))
+    return _measures(tokens) or (
+        _text(tokens)
+        if any(is_word(it) or it.text in ":?#@~&" for it in tokens)
+        else ("formula", joined([it._replace(spaced=False) for it in tokens]))
     )
 
 
-def _bracketed(found: Sequence[Token]) -> Tree | None:
+def _bracketed(tokens: Sequence[Token]) -> Tree | None:
     """Reads what is in one pair of brackets; None for anything else."""
-    end = closing(found, 0)
-    brackets, inner = f"{found[0].text}{found[min(end, len(found) - 1)].text}", found[1:end]
-    if found[0].text == r"\begin" and 4 < end == len(found) - 4:
+    end = closing(tokens, 0)
+    brackets, inner = f"{tokens[0].text}{tokens[min(end, len(tokens) - 1)].text}", tokens[1:end]
+    if tokens[0].text == r"\begin" and 4 < end == len(tokens) - 4:
         name, rows = inner[1].text, split(inner[3:], ["\\\\"])[0]
         cells = (("tuple", *map(_side, split(row, "&")[0])) for row in rows if row)
         return ("matrix", *cells) if name in ("pmatrix", "bmatrix", "matrix") else None
-    if end != len(found) - 1 or not inner:
+    if end != len(tokens) - 1 or not inner:
         return None
     for bar in (r"\mid", ":", "|"):
         parts, between = split(inner, [bar])
@@ -247,15 +248,15 @@ def _literal(text: str) -> Fraction:
     return value * Fraction(10) ** int(power or 0)
 
 
-def number(found: Sequence[Token]) -> Fraction | None:
+def number(tokens: Sequence[Token]) -> Fraction | None:
     """Reads an integer, decimal, fraction or mixed number, one with a power of ten, 4 million."""
-    if found and found[0].text in ("-", "+"):
-        value = number(found[1:]) if found[1:] and found[1].text not in ("-", "+") else None
-        return -value if value is not None and found[0].text == "-" else value
-    if len(found) > 1 and found[-1].text.lower() in _SIZES:
-        value = number(found[:-1])
-        return None if value is None else value * _SIZES[found[-1].text.lower()]
-    parts = [it for it in found if it.text not in ("{", "}")]
+    if tokens and tokens[0].text in ("-", "+"):
+        value = number(tokens[1:]) if tokens[1:] and tokens[1].text not in ("-", "+") else None
+        return -value if value is not None and tokens[0].text == "-" else value
+    if len(tokens) > 1 and tokens[-1].text.lower() in _SIZES:
+        value = number(tokens[:-1])
+        return None if value is None else value * _SIZES[tokens[-1].text.lower()]
+    parts = [it for it in tokens if it.text not in ("{", "}")]
     values = [_literal(it.text) for it in parts if it.kind == "number"]
     shape = " ".join("#" if it.kind == "number" else it.text for it in parts)
     if shape in ("#", "# / #", r"\frac # #", r"\frac - # #"):
@@ -270,22 +271,22 @@ def number(found: Sequence[Token]) -> Fraction | None:
     return None
 
 
-def _measures(found: Sequence[Token]) -> Tree | None:
+def _measures(tokens: Sequence[Token]) -> Tree | None:
     """Reads a number or formula with its unit, or several; None for anything else."""
     measures, place = [], 0
-    while place < len(found):
-        begin = place + (found[place].text in MONEY)
-        for middle in range(begin + 1, len(found) + 1):
-            unit, end = _unit(found, middle, found[place:begin])
+    while place < len(tokens):
+        begin = place + (tokens[place].text in MONEY)
+        for middle in range(begin + 1, len(tokens) + 1):
+            unit, end = _unit(tokens, middle, tokens[place:begin])
             if unit is not None:
                 break
         else:
             return None
-        inner = found[begin:middle]
+        inner = tokens[begin:middle]
         texts = {it.text.removeprefix("\\") for it in inner}
         if _SHAPE.fullmatch(joined(inner)):  # 5-10 years
-            return _text(found)
-        behind = found[middle] if middle < len(found) else Token("end", "")
+            return _text(tokens)
+        behind = tokens[middle] if middle < len(tokens) else Token("end", "")
         is_letter = behind.kind == "letters" and len(behind.text) == 1 and not behind.styled
         if is_letter and number(inner) is None:  # r^2 h is no measure in hours
             return None
@@ -295,20 +296,20 @@ def _measures(found: Sequence[Token]) -> Tree | None:
         if is_angle or has_sign or (value := _side(inner))[0] not in _VALUES:
             return None
         if value[0] == "formula" and r"\times" in value[1]:  # 3 ft x 4 ft
-            return _text(found)
+            return _text(tokens)
         measures.append(("measure", value, unit) if unit else value)
         place = end
     return ("list", *measures) if len(measures) > 1 else measures[0]
 
 
-def _unit(found: Sequence[Token], begin: int, money: Sequence[Token]) -> tuple[str | None, int]:
+def _unit(tokens: Sequence[Token], begin: int, money: Sequence[Token]) -> tuple[str | None, int]:
     """Reads the unit that begins at a place, up to the next number: (unit or None, its end)."""
     end = begin
-    while end < len(found) and (
-        found[end].kind != "number" or found[end - 1].text in ("^", "-", "{")
+    while end < len(tokens) and (
+        tokens[end].kind != "number" or tokens[end - 1].text in ("^", "-", "{")
     ):
         end += 1
-    words, is_behind = found[begin:end], found[begin - 1].kind == "number"
+    words, is_behind = tokens[begin:end], tokens[begin - 1].kind == "number"
     first = words[0] if words else Token("end", "")
     if first.kind == "letters":
         # A factor has at most one of these marks: xy, 2x.
@@ -316,5 +317,5 @@ def _unit(found: Sequence[Token], begin: int, money: Sequence[Token]) -> tuple[s
     elif first.text in SIGNS:
         is_unit = is_behind or first.text != "'"
     else:
-        is_unit = bool(money) and (begin == len(found) or first.text == "/")
+        is_unit = bool(money) and (begin == len(tokens) or first.text == "/")
     return unit_of([it.text for it in (*money, *words)]) if is_unit else None, end

@@ -93,7 +93,7 @@ _OUTSIDE, _INSIDE = (
 )
 
 
-def tokens(text: str) -> list[Token]:
+def tokenized(text: str) -> list[Token]:
     """Lists what a text says, without marks around it; nothing of one that is too long."""
     text = text.translate(_TRANSLATED)
     text = text if len(text) <= MAX_CHARS else ""
@@ -103,7 +103,7 @@ def tokens(text: str) -> list[Token]:
         text = text.replace("\\\\", "\\")
     for pattern, new in () if text.strip().isdecimal() else _REWRITTEN:  # most are integers
         text = pattern.sub(new, text)
-    found, styles, depth, place, spaced = [], [], 0, 0, False
+    tokens, styles, depth, place, spaced = [], [], 0, 0, False
     while place < len(text):
         match = (_INSIDE if depth > 0 else _OUTSIDE).match(text, place)
         kind, word, place = match.lastgroup, match[0], match.end()
@@ -116,43 +116,44 @@ def tokens(text: str) -> list[Token]:
             spaced |= kind == "space" or is_end
             continue
         depth += (word in ("(", "[", r"\{")) - (word in (")", "]", r"\}"))
-        is_script = word == "}" and [it.text for it in found[-3:-1]] in (["^", "{"], ["_", "{"])
-        if is_script and (len(found[-1].text) == 1 or found[-1].kind != "letters"):
-            del found[-2]  # x^{2} is x^2
+        is_script = word == "}" and [it.text for it in tokens[-3:-1]] in (["^", "{"], ["_", "{"])
+        if is_script and (len(tokens[-1].text) == 1 or tokens[-1].kind != "letters"):
+            del tokens[-2]  # x^{2} is x^2
             continue
-        found.append(Token(kind, word, spaced, "styled" in styles))
+        tokens.append(Token(kind, word, spaced, "styled" in styles))
         spaced = False
     is_open = {"style", "styled"} & {*styles}  # \boxed{42 is no number
-    return _trimmed([*found, Token("sign", "?")] if is_open else found)
+    return _trimmed([*tokens, Token("sign", "?")] if is_open else tokens)
 
 
-def _trimmed(found: list[Token]) -> list[Token]:
-    while found and found[0].text in ("*", "_", ":"):  # emphasis has another one behind it
-        found = found[1:-1] if found[-1].text == found[0].text else found[1:]
-    while found and found[-1].text in tuple(",;:.。、_") and found[-2:-1] != [Token("sign", "^")]:
-        found = found[:-1]
-    is_group = found and found[0].text == "{" and closing(found, 0) == len(found) - 1
-    return _trimmed(found[1:-1]) if is_group else found
+def _trimmed(tokens: list[Token]) -> list[Token]:
+    while tokens and tokens[0].text in ("*", "_", ":"):  # emphasis has another one behind it
+        tokens = tokens[1:-1] if tokens[-1].text == tokens[0].text else tokens[1:]
+    power = [Token("sign", "^")]
+    while tokens and tokens[-1].text in tuple(",;:.。、_") and tokens[-2:-1] != power:
+        tokens = tokens[:-1]
+    is_group = tokens and tokens[0].text == "{" and closing(tokens, 0) == len(tokens) - 1
+    return _trimmed(tokens[1:-1]) if is_group else tokens
 
 
-def closing(found: Sequence[Token], place: int) -> int:
+def closing(tokens: Sequence[Token], place: int) -> int:
     """Finds the token that closes the brace or bracket at a place; the end where none does."""
     depth = 0
-    for i in range(place, len(found)):
-        depth += (found[i].text in OPENS) - (found[i].text in CLOSES)
+    for i in range(place, len(tokens)):
+        depth += (tokens[i].text in OPENS) - (tokens[i].text in CLOSES)
         if depth <= 0:
             return i
-    return len(found)
+    return len(tokens)
 
 
 OPENS = frozenset(("(", "[", "{", r"\{", r"\begin", r"\langle", r"\lfloor", r"\lceil"))
 CLOSES = frozenset((")", "]", "}", r"\}", r"\end", r"\rangle", r"\rfloor", r"\rceil"))
 
 
-def joined(found: Sequence[Token]) -> str:
+def joined(tokens: Sequence[Token]) -> str:
     """Returns the one spelling of tokens, which reads as the same tokens."""
     text, last = "", None
-    for token in found:
+    for token in tokens:
         if last and token.kind in ("letters", "number"):
             is_apart = token.spaced and last.kind in ("letters", "number")
             text += " " * (is_apart or last.kind in (token.kind, "command") or last.text == ",")

@@ -41,12 +41,13 @@ def _spellings() -> dict[str, str]:
         {symbol: names for symbol, *names in (entry.split(":") for entry in text.split())}
         for text in (_METRIC, _OTHER, _PREFIXES)
     )
-    found = {}
+    symbols = {}
     for (prefix, (word,)), (symbol, names) in itertools.product(prefixes.items(), metric.items()):
-        found |= dict.fromkeys([prefix + symbol, *(word + name for name in names)], prefix + symbol)
+        whole = prefix + symbol
+        symbols |= dict.fromkeys([whole, *(word + name for name in names)], whole)
     for symbol, names in (metric | other).items():
-        found |= dict.fromkeys([symbol, *names], symbol)
-    return found
+        symbols |= dict.fromkeys([symbol, *names], symbol)
+    return symbols
 
 
 def _symbol(word: str, *, is_known: bool) -> str | None:
