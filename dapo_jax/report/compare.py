@@ -132,7 +132,7 @@ def means(values: pd.DataFrame, runs: Mapping[str, Run]) -> Table:
     seeds, rows = values.groupby("arm").size(), []
     for arm, *cells in spreads(values).itertuples():
         steps = sorted({run.finished_steps for run in runs.values() if run.arm == arm})
-        rows.append([arm, ", ".join(map(str, steps)), str(seeds[arm]), *cells])
+        rows.append([arm, ", ".join(map(str, steps)) or "-", str(seeds[arm]), *cells])
     heads = ["arm", "steps", "seeds", *(quantity.name for quantity in values)]
     return "Mean ± standard deviation over seeds", heads, rows
 
