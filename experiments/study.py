@@ -185,7 +185,8 @@ def _means(study: Study, runs: Mapping[str, Run]) -> list[str]:
     values = compare.measured(study.quantities, runs)
     work = compare.measured(compare.WORK, runs).dropna(axis="columns", how="all")
     names = {quantity.name for quantity in values}
-    cells = compare.spreads(values.join(work[[it for it in work if it.name not in names]])).T
+    others = [quantity for quantity in work if quantity.name not in names]
+    cells = compare.spreads(values.join(work[others])).T
     is_alike = (cells.nunique(axis="columns") == 1) & (len(cells.columns) > 1)
     counts = collections.Counter(run.arm for run in runs.values())
     heads = [arm if n == len(study.seeds) else f"{arm} ({n} seeds)" for arm, n in counts.items()]

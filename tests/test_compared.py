@@ -88,7 +88,7 @@ def test_two_evaluations_are_compared_problem_by_problem(tmp_path):
     """Settings that differ are named; no control character of a problem reaches the terminal."""
     settings = {"path": "sums.jsonl", "top_p": 1.0}
     one = write(tmp_path / "a", [[0, 0], [1, 0], [1, 1], [0, 0]], model="A", **settings)
-    places = [("", row, row) for row in (0, 1, 2, 9)]
+    places = [("copy.jsonl", row, row) for row in (0, 1, 2, 9)]
     more = {"places": places, "prompt": "{row}+0?\x1b[2J\x07", "model": "B", "temperature": 0.6}
     other = write(tmp_path / "b", [[1, 1], [1, 0], [1, 0], [1, 1]], **more, **settings)
     v = (2 * np.var([1, 0, -0.5], ddof=1) + 2 / 3 - (0.5 / 3) ** 2) / 3

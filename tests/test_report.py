@@ -205,19 +205,13 @@ def test_samples_are_of_the_first_and_the_last_step(tmp_path):
     assert [row[1] for row in page.samples({"run": one})] == ["3"] * page.SAMPLES
 
 
-def _arms(steps=4, **seeds):
-    """Runs of an arm on its seeds: a and c gain 0.1 a step, b 0.2; odd seeds a little more."""
-    gains = {"a": 0.1, "b": 0.2, "c": 0.1}
-    return {
-        f"{arm}/seed_{s}": _run(arm=arm, seed=s, gain=gains[arm] + 0.001 * (s % 2), steps=steps)
-        for arm, of_arm in seeds.items()
-        for s in of_arm
-    }
-
-
 def test_arms_are_compared_on_the_seeds_they_share():
     """The table is there in numbers, too: a paper's was typed from the page."""
-    runs = _arms(a=range(4), b=range(1, 5), c=[0])
+    runs = {
+        f"{arm}/{seed}": _run(arm=arm, seed=seed, gain=gain + 0.001 * (seed % 2))
+        for arm, gain, seeds in (("a", 0.1, range(4)), ("b", 0.2, range(1, 5)), ("c", 0.1, (0,)))
+        for seed in seeds
+    }
     ((_, heads, means), (_, _, differences)), _ = compare.tables(runs)
     assert [row[heads.index(NAME)] for row in means] == ["51.7 ± 1.4", "92.7 ± 1.2", "50.0"]
     # The shared seeds 1, 2, 3 differ by 4 times 0.1 each.

@@ -283,7 +283,7 @@ def test_arms_of_a_real_sweep_share_prompts_and_samples(tmp_path):
     command = ["-m", "dapo_jax.sweep", "--config=tests/small_config.py", f"--workdir={folder}"]
     command += ["--set=algo.eps_high=0.2,0.28", "--seeds=1,", "--jobs=2"]
     command += ["--config.num_steps=1", "--config.eval.every_steps=0"]
-    assert "Differences from eps_high=0.2" in ran(*command).stdout
+    assert "eps_high=0.28 - eps_high=0.2 " in ran(*command).stdout
     runs = read_rows_file(folder / "rows.jsonl.gz")
     assert [len(run.rows) for run in runs.values()] == [1, 1]
     (a, b) = (run["response_tokens/mean"][0] for run in runs.values())

@@ -73,15 +73,15 @@ def final_score(name: str, score: str) -> Quantity:
     return Quantity(f"{name} {score}, %", value)
 
 
-whole = functools.partial(pd.Series.sum, skipna=False)  # NaN where a step lacks the number
+total = functools.partial(pd.Series.sum, skipna=False)  # NaN where a step lacks the number
 WORK = (  # arms of equally many steps may differ in each
     Quantity("sampled tokens, thousands", lambda run: run[TOKENS].iloc[-1] / 1e3, "{:z.0f}"),
     Quantity(
         "non-zero updates",
-        lambda run: whole(run["updates"] - run["updates_zero_gradient"]),
+        lambda run: total(run["updates"] - run["updates_zero_gradient"]),
         "{:z.0f}",
     ),
-    Quantity("informative groups", lambda run: whole(run["groups/informative"]), "{:z.0f}"),
+    Quantity("informative groups", lambda run: total(run["groups/informative"]), "{:z.0f}"),
 )
 TRAINING = (
     last("train accuracy, %", "accuracy/mean", scale=100),
@@ -96,10 +96,10 @@ TRAINING = (
 
 def measured(quantities: Sequence[Quantity], runs: Mapping[str, Run]) -> pd.DataFrame:
     """Returns the quantities of the runs: a column each, a row for each (arm, seed)."""
-    index = [[run.arm for run in runs.values()], [run.seed for run in runs.values()]]
+    keys = [[run.arm for run in runs.values()], [run.seed for run in runs.values()]]
+    index = pd.MultiIndex.from_arrays(keys, names=("arm", "seed"))
     values = [[quantity.value(run) for quantity in quantities] for run in runs.values()]
-    names = pd.MultiIndex.from_arrays(index, names=("arm", "seed"))
-    return pd.DataFrame(values, names, quantities, dtype=float)
+    return pd.DataFrame(values, index, quantities, dtype=float)
 
 
 def spreads(values: pd.DataFrame) -> pd.DataFrame:
@@ -132,7 +132,7 @@ def means(values: pd.DataFrame, runs: Mapping[str, Run]) -> Table:
     seeds, rows = values.groupby("arm").size(), []
     for arm, *cells in spreads(values).itertuples():
         steps = sorted({run.finished_steps for run in runs.values() if run.arm == arm})
-        rows.append([arm, ", ".join(map(str, steps)), str(seeds[arm]), *cells])
+        rows.append([arm, ", ".join(map(str, steps)) or "-", str(seeds[arm]), *cells])
     heads = ["arm", "steps", "seeds", *(quantity.name for quantity in values)]
     return "Mean ± standard deviation over seeds", heads, rows
 

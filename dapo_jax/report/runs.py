@@ -11,6 +11,7 @@ value}}}, "metrics": {key: [value a row, null where missing]}}. 100 steps take a
 import collections
 import dataclasses
 import itertools
+import math
 import pathlib
 from collections.abc import Mapping, Sequence
 
@@ -54,7 +55,7 @@ class Run:
     def __getitem__(self, key: str) -> pd.Series:
         """Returns the values of a metric or score by finished steps; all NaN where it is none."""
         table = self.scores if key.startswith("eval/") else self.rows
-        return table.reindex(columns=[key])[key]
+        return table[key] if key in table else pd.Series(math.nan, table.index)
 
     @property
     def seed(self) -> int:
