@@ -3,27 +3,13 @@
 import re
 
 import commands
-import pytest
 from processes import ROOT, ran
 
 from configs import base, tiny
 from configs.compare import found
 from dapo_jax.cli import config_flags
-from dapo_jax.setup import checks
 
 CONFIG, WORKDIR = "--config=configs/tiny.py", "--workdir=runs/a"
-
-
-def test_a_key_is_one_line(monkeypatch):
-    """Default, meaning and bound of a new key reach config, flag, help and checks."""
-    monkeypatch.setitem(base.KEYS, "algo.my_cap", base.Key(2.0, "cap of mine", at_least=1))
-    given = [CONFIG, "--config.algo.my_cap=0.5"]
-    config = config_flags.read_config(given)
-    assert config.algo.my_cap == 0.5
-    with pytest.raises(ValueError, match=r"algo\.my_cap = 0\.5, but must be at least 1"):
-        checks.check(config)
-    text = config_flags.help_text(given)
-    assert re.search(r"^\* algo.my_cap = 0.5 +cap of mine \(2.0\)$", text, re.M)
 
 
 def test_help_lists_every_key_with_its_value():

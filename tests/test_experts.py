@@ -11,15 +11,11 @@ import pytest
 from engines import (
     EXPERTS,
     FEW,
-    GROUPS,
     OF_FEW,
     SCARCE,
-    TIGHT,
     build,
     interrupted,
     programs,
-    same_bits,
-    sample_groups,
     sample_prompts,
     step,
 )
@@ -41,9 +37,6 @@ from models.transformer import ALONE, abstract_params, causal_mask
 from sharding import rules
 from sharding.mesh import make_mesh
 
-WIDE = dataclasses.replace(
-    EXPERTS, vocab_size=512, width=64, num_heads=8, head_dim=32, num_experts=8, expert_width=96
-)
 GOLDEN = "qwen3_moe/normed"  # of 6 experts
 
 
@@ -144,20 +137,6 @@ def test_a_stack_of_more_experts_than_the_config_has_is_refused(tmp_path):
     config = dataclasses.replace(load_config(folder), num_experts=5)
     with pytest.raises(ValueError, match=r"missing: .*mlp.experts.0.gate_proj"):
         load_params(folder, config, dtype="float32")
-
-
-def test_neighbours_change_no_bit_and_no_route():
-    """Tokens are sorted by expert with all others of a batch, and a tight cache restarts some."""
-    params = jax.tree.map(lambda a: a.astype("bfloat16"), random_params(WIDE)[1])
-    how = {"parts": ((1 / 2, 1), (1, 1)), "options": {}}
-    engine, params = build(WIDE, TIGHT, params, **how)
-    together, _ = sample_groups(engine, params, GROUPS[:9])
-    for group in GROUPS[:3]:
-        alone, _ = sample_groups(engine, params, [group])
-        same_bits(alone, {request: together[request] for request in alone})
-        for response in alone.values():
-            of_prompt = len(group.prompt) - 1
-            assert response.route_TLA.shape == (of_prompt + len(response.tokens_T), 2, 2)
 
 
 def chosen_by(model, prompt, response):

@@ -7,6 +7,7 @@ last digits of float32.
 
 import contextlib
 import json
+import re
 import shutil
 import signal
 import socket
@@ -76,16 +77,6 @@ def two_devices(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_two_processes_are_one_run_bitwise(tmp_path, two_devices):
-    """The same prompts, samples, verdicts, decisions, updates and evaluations, written once."""
-    two_processes = run(tmp_path / "run", processes=2)
-    assert_same_run(two_processes, two_devices, bitwise=True)
-    there = {path.name for path in two_devices.iterdir()}
-    assert {path.name for path in two_processes.iterdir()} == there
-    assert (two_processes / "logs" / "2_1.txt").read_text().count("step ") == 0
-
-
-@pytest.mark.slow
 def test_four_processes_go_on_with_the_checkpoint_of_one(tmp_path, two_devices):
     """On twice the devices: the same prompts come next; sums have another order."""
     four = shutil.copytree(two_devices, tmp_path / "run")
@@ -144,10 +135,13 @@ def test_two_restart_loops_go_on_after_a_worker_is_killed_inside_a_call_of_an_en
 
 
 @pytest.mark.slow
-def test_two_processes_save_in_a_bucket_and_fork_and_one_exports_and_samples(
+def test_two_processes_are_one_run_bitwise_and_save_in_a_bucket_and_fork(
     bucket, tmp_path, two_devices
 ):
-    """Each writes its own part; one finds it damaged, and both go on with the checkpoint before."""
+    """The same prompts, samples, verdicts, decisions, updates and evaluations, written once.
+
+    Each saves its own part; one finds it damaged, and both go on with the checkpoint before.
+    """
     there, url = tmp_path / "there", f"{bucket.url}/there"
     in_bucket = {"processes": 2, "checkpoint.directory": url}
     run(there, num_steps=2, **in_bucket)
@@ -156,6 +150,9 @@ def test_two_processes_save_in_a_bucket_and_fork_and_one_exports_and_samples(
     assert "leave it as damaged.2" in (there / "logs" / "2_1.txt").read_text()
     assert folders(bucket, "there") == {"1", "2", "3", "damaged.2.0"}
     assert_same_run(there, two_devices, bitwise=True)
+    names = [{path.name for path in workdir.iterdir()} for workdir in (there, two_devices)]
+    assert names[0] == names[1] - {"checkpoints"} | {"metrics.cut-1.jsonl"}
+    assert not re.search("(?m)^step ", (there / "logs" / "2_1.txt").read_text())
 
     fork = run(tmp_path / "fork", processes=2, start=f"run:{there}@2")
     assert rows_without_timings(fork) == rows_without_timings(two_devices)[2:]

@@ -22,7 +22,6 @@ from small_config import set_of
 
 from dapo_jax.tasks.datasets import load_dataset
 from dapo_jax.tasks.environments import Episode
-from dapo_jax.tasks.rows import DataError
 from tests.ext_tasks.adapters import Gem, Remote, RemoteAsync, Taxi
 
 PUBLISHED = pathlib.Path(os.environ.get("PUBLISHED", pathlib.Path(sys.prefix) / "published"))
@@ -146,18 +145,6 @@ def test_a_class_of_gem_is_an_environment_as_it_is(play):
     steps = [alone.step(turn) for turn in turns]
     assert said == [opening, steps[0][0], steps[1][0]]
     assert reward == pytest.approx(sum(step[1] for step in steps))
-
-
-class Unseeded(Gem):
-    """A puzzle that is drawn anew at each reset."""
-
-    def reset(self):
-        return super().reset("game:FifteenPuzzle-v0-hard", random.SystemRandom().getrandbits(32))
-
-
-def test_a_game_drawn_without_a_seed_is_refused(play):
-    with pytest.raises(DataError, match=r"row 1: .*begins with (.|\n)*Let reset take `seed`"):
-        play(f"{__name__}:Unseeded", [], {})
 
 
 def test_the_taxi_of_gymnasium_drives_by_the_rows_seed(play, monkeypatch):
