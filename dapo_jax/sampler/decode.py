@@ -36,68 +36,68 @@ class Sampling:
     vocab_size: int
 
 
-def prefill(
-    params,
-    prompt_pages,
-    pages,
-    tokens_RT,
-    tokens_R,
-    begin_R,
-    prompt_page_RI,
-    page_RI,
-    *,
-    config: ModelConfig,
-    kernels: Kernels,
-    axis: str | None,
-):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layout:
+    """Says how the sampler computes: the model's sizes, the cache's, and by which kernels.
+
+    axis: the mesh axis over which heads, feed-forward and vocabulary are split, or None.
+    """
+
+    config: ModelConfig
+    cache: Cache
+    kernels: Kernels
+    axis: str | None
+
+
+def prefill(params, prompt_pages, pages, tokens_RT, tokens_R, begin_R, page_R2I, *, layout: Layout):
     """Writes the keys and values of R rows to their pages: (prompt_pages, pages, route_RTLA).
 
     route_RTLA: the experts of each token, None without any. prompt_pages, pages: a (k_UKHC, v_UKCH)
     and a (k_PKHC, v_PKCH) a layer. tokens_RT: from the left tokens_R of a prompt and of what is fed
     of its response, T = I * C. begin_R: where the prompt's last token is, the first whose keys and
-    values lie in the response's pages. prompt_page_RI, page_RI: pages that a row does not have, or
-    that have its keys and values already, are cache.NULL_PAGE.
+    values lie in the response's pages. page_R2I: pages of the prompt and of the response; those
+    that a row does not have, or that have its keys and values already, are cache.NULL_PAGE.
     """
-    T, begin_R1 = tokens_RT.shape[1], begin_R[:, None]
-    gap_R1 = -begin_R1 % kernels.part_multiple  # between a prompt and its response
-    place_1A = jnp.arange(T + kernels.part_multiple - 1)[None]
+    T, begin_R1, multiple = tokens_RT.shape[1], begin_R[:, None], layout.kernels.part_multiple
+    gap_R1 = -begin_R1 % multiple  # between a prompt and its response
+    place_1A = jnp.arange(T + multiple - 1)[None]
     is_response_RA = place_1A >= begin_R1 + gap_R1
     position_RA = jnp.where(is_response_RA, place_1A - gap_R1, place_1A)
     is_there_RA = (is_response_RA | (place_1A < begin_R1)) & (position_RA < tokens_R[:, None])
     tokens_RA = jnp.take_along_axis(tokens_RT, jnp.minimum(position_RA, T - 1), axis=1)
     rows = tokens_RA, is_there_RA, is_there_RA & is_response_RA, position_RA
-    kept, route_RALA = _keys_and_values(params, *rows, config=config, kernels=kernels, axis=axis)
+    kept, route_RALA = _keys_and_values(params, *rows, layout=layout)
     index_RT = jnp.minimum(begin_R1 + gap_R1 + jnp.arange(T), place_1A.size - 1)
     index_RT11 = index_RT[..., None, None]
     of_responses = [[jnp.take_along_axis(a, index_RT11, axis=1) for a in layer] for layer in kept]
     of_prompts = [[a[:, :T] for a in layer] for layer in kept]
-    prompt_pages = _write_rows(prompt_pages, of_prompts, prompt_page_RI)
+    prompt_pages = _write_rows(prompt_pages, of_prompts, page_R2I[:, 0])
     if route_RALA is not None:
         index_RT = jnp.arange(T) + jnp.where(jnp.arange(T) < begin_R1, 0, gap_R1)
         route_RALA = jnp.take_along_axis(route_RALA, index_RT[..., None, None], axis=1)
-    return prompt_pages, _write_rows(pages, of_responses, page_RI), route_RALA
+    return prompt_pages, _write_rows(pages, of_responses, page_R2I[:, 1]), route_RALA
 
 
-def _keys_and_values(
-    params,
-    tokens_RT,
-    segment_RT,
-    branch_RT,
-    position_RT,
-    *,
-    config: ModelConfig,
-    kernels: Kernels,
-    axis: str | None,
-):
+def _keys_and_values(params, tokens_RT, segment_RT, branch_RT, position_RT, *, layout: Layout):
     """Runs rows of tokens: (each layer's (k_RTKH, v_RTKH), route_RTLA or None)."""
     numbers_RT = (*(jnp.asarray(a, jnp.int32) for a in (segment_RT, branch_RT)), position_RT)
+
+    config, kernels = layout.config, layout.kernels
 
     def attend_and_keep(q, k, v, *, window):
         return kernels.attend_rows(q, k, v, *numbers_RT, window), (k, v)
 
     attends = [functools.partial(attend_and_keep, window=kind.window) for kind in config.kinds]
-    of_model = {"project": kernels.sample_product, "axis": axis}
-    return hidden_layer_by_layer(params, config, tokens_RT, position_RT, attends, **of_model)[1:]
+    _, *kept = hidden_layer_by_layer(
+        params,
+        config,
+        tokens_RT,
+        position_RT,
+        attends,
+        project=kernels.sample_product,
+        axis=layout.axis,
+    )
+    return kept
 
 
 def _write_rows(pages, kept, page_RI):
@@ -121,11 +121,8 @@ def decode_block(
     row_BX,
     page_P,
     *,
-    config: ModelConfig,
-    cache: Cache,
+    layout: Layout,
     samplings: Sequence[Sampling],
-    kernels: Kernels,
-    axis: str | None,
 ):
     """Samples up to `cache.block_tokens` more tokens for every active slot.
 
@@ -140,10 +137,9 @@ def decode_block(
     v_PKCH) a layer; tokens of this block are kept apart and written to `pages` at the end, once a
     block. row_BX: `Cache.row_dtype`, as int32. page_P: the pages that the rows number; fewer than
     all are gathered, so that no step attends to the others. A token that is given (turns of an
-    episode) is fed like a sampled one and ends nothing; its logp means nothing. kernels: how to
-    multiply, and with what to read just the live pages of prompt and response, if not by plain XLA.
-    axis: the mesh axis that the heads are split over.
+    episode) is fed like a sampled one and ends nothing; its logp means nothing.
     """
+    config, cache, kernels, axis = layout.config, layout.cache, layout.kernels, layout.axis
     S, B = cache.block_tokens, len(row_BX)
     row = _columns(row_BX, cache)
     stream_B, sampled_B = row["stream"], row["sampled"]

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dapo_jax.process import hosts
 from dapo_jax.sampler.cache import Cache, decode_sizes
-from dapo_jax.sampler.decode import Sampling, copy_pages, decode_block, prefill
+from dapo_jax.sampler.decode import Layout, Sampling, copy_pages, decode_block, prefill
 from models.kernels import OPTIONS, Kernels, platform_of
 from models.parameters import ModelConfig
 from models.precision import products_in
@@ -49,7 +49,6 @@ class Engine:
             )
         self.config, self.mesh, self.cache = config, mesh, cache
         self.shards = rules.row_degree(mesh)
-        self._axis = "model" if mesh.shape["model"] > 1 else None
         self.params, self._dtype = params, jax.tree.leaves(params)[0].dtype
         self._rows = rules.rows(mesh)
         # Of prompts and of responses: ShapeDtypeStructs with shardings.
@@ -59,7 +58,8 @@ class Engine:
             out_shardings=jax.tree.map(lambda s: s.sharding, self.pages),
         )
         self._programs: dict[tuple, jax.stages.Compiled] = {}
-        self._kernels = kernels.of_pages(cache.page_tokens)
+        axis = "model" if mesh.shape["model"] > 1 else None
+        self._layout = Layout(config, cache, kernels.of_pages(cache.page_tokens), axis)
         self._options = OPTIONS.get(platform_of(mesh), {})
         self.sizes = decode_sizes(cache, kernel=kernels.attend_pages is not None)
 
@@ -73,7 +73,7 @@ class Engine:
             lowered["prefill", None, bucket] = self._lower_prefill(bucket, self.shards * rows)
         everywhere = rules.replicated(self.mesh)
         copy_M4 = jax.ShapeDtypeStruct((COPIES, 4), jnp.int32, sharding=everywhere)
-        run = functools.partial(copy_pages, kernels=self._kernels)
+        run = functools.partial(copy_pages, kernels=self._layout.kernels)
         for pool in self.pages if self.shards > 1 else ():
             program = self._lower(run, (pool, copy_M4), self._specs(pool), donate=0)
             lowered["copy", None, len(pool[0][0]) // self.shards] = program
@@ -94,9 +94,9 @@ class Engine:
     def prefill(self, params, prompt_pages, pages, *of_rows):
         """Runs prefill for [shards * rows] rows: (prompt_pages, pages, route_RTLA or None).
 
-        of_rows: its arrays, page_RI last. The old pages are gone. The routes are NumPy's.
+        of_rows: its arrays, page_R2I last. The old pages are gone. The routes are NumPy's.
         """
-        program = self._programs["prefill", None, of_rows[-1].shape[1]]
+        program = self._programs["prefill", None, of_rows[-1].shape[2]]
         of_host = hosts.place(of_rows, self._rows)
         *both, route_RTLA = program(params, prompt_pages, pages, *of_host)
         return *both, hosts.fetch(route_RTLA)
@@ -136,25 +136,18 @@ class Engine:
         return ((array(H, C), array(C, H)),) * self.config.num_layers
 
     def _lower_prefill(self, bucket: int, rows: int) -> jax.stages.Lowered:
-        of_model = {"config": self.config, "kernels": self._kernels, "axis": self._axis}
         tokens_RT = self._host_array(rows, bucket * self.cache.page_tokens)
-        of_rows = tokens_RT, *[self._host_array(rows)] * 2, *[self._host_array(rows, bucket)] * 2
+        page_R2I = self._host_array(rows, 2, bucket)
+        of_rows = tokens_RT, *[self._host_array(rows)] * 2, page_R2I
         arguments = (self.params, *self.pages, *of_rows)
         out = (*self._specs(self.pages), rules.BATCH)
-        run = functools.partial(prefill, **of_model)
+        run = functools.partial(prefill, layout=self._layout)
         return self._lower(run, arguments, out, donate=(1, 2), tokens=tokens_RT.size)
 
     def _lower_decode(
         self, samplings: tuple[Sampling, ...], rows: int, pages: int
     ) -> jax.stages.Lowered:
-        run = functools.partial(
-            decode_block,
-            config=self.config,
-            cache=self.cache,
-            samplings=samplings,
-            kernels=self._kernels,
-            axis=self._axis,
-        )
+        run = functools.partial(decode_block, layout=self._layout, samplings=samplings)
         keys = (len(samplings), 2)
         run_key_Z = jax.ShapeDtypeStruct(keys, jnp.uint32, sharding=rules.replicated(self.mesh))
         row_BX = self._host_array(self.shards * rows, self.cache.row_dtype.itemsize // 4)
@@ -175,7 +168,7 @@ class Engine:
             run, mesh=self.mesh, in_specs=self._specs(arguments), out_specs=out, check_vma=False
         )
         is_wide = tokens >= self.shards * WIDE_TOKENS
-        options = self._options | dict(self._kernels.wide_options if is_wide else {})
+        options = self._options | dict(self._layout.kernels.wide_options if is_wide else {})
         jitted = jax.jit(mapped, donate_argnums=donate, compiler_options=options)
         with products_in(self._dtype):
             return jitted.lower(*arguments)

@@ -274,7 +274,8 @@ class Session:
         for rows, page_RI in prefills:
             tokens_RT = np.zeros((len(page_RI), page_RI.shape[1] * C), np.int32)
             tokens_R, begin_R = np.zeros((2, len(page_RI)), np.int32)
-            page_2RI = np.full((2, *page_RI.shape), NULL_PAGE, np.int32)  # of prompt, of response
+            # Of the prompt, and of the response.
+            page_R2I = np.full((len(page_RI), 2, page_RI.shape[1]), NULL_PAGE, np.int32)
             for r, (group, sample) in rows.items():
                 fed, begin_R[r] = group.prompt.token_ids, len(group.prompt.token_ids) - 1
                 tokens_R[r] = begin_R[r]
@@ -282,8 +283,8 @@ class Session:
                     fed = np.append(fed, group.responses[sample.index].tokens_T)
                     tokens_R[r] += sample.tokens
                 tokens_RT[r, : tokens_R[r]] = fed[: tokens_R[r]]
-                page_2RI[int(sample is not None), r] = page_RI[r]
-            of_rows = tokens_RT, tokens_R, begin_R, *page_2RI
+                page_R2I[r, int(sample is not None)] = page_RI[r]
+            of_rows = tokens_RT, tokens_R, begin_R, page_R2I
             self._prompt_pages, self._pages, route_RTLA = self._engine.prefill(
                 self._params, self._prompt_pages, self._pages, *of_rows
             )
