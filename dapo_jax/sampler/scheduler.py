@@ -120,6 +120,8 @@ class Scheduler:
 
         more: whether groups will be submitted as slots fall idle; those fill the emptier shards.
         """
+        # A sample in a slot comes before one that waits: it grows first, and if it must at the cost
+        # of the youngest. Moves empty slots, which are then filled.
         prefills = self._assign()
         preempted = self._grow()
         moves = self._rebalance(wait=more or bool(self._queue))
@@ -265,7 +267,7 @@ class Scheduler:
             bucket = next(it for it in (0, *buckets) if it >= pages)
             taken_D = taken.setdefault(bucket, [[] for _ in range(self.shards)])
             able_D = wanted_D > 0
-            if bucket:
+            if bucket:  # a row of a call costs as much where it is empty
                 filled_D = np.array(list(map(len, taken_D)))
                 has_empty_row_D = filled_D < round_up(filled_D.max(), buckets[bucket])
                 able_D |= has_empty_row_D
@@ -292,6 +294,7 @@ class Scheduler:
         full_DB = slots["sampled"] == slots["pages"] * self.cache.page_tokens
         full_DB &= slots.active_DB
         for d in range(self.shards):
+            # The oldest always has its page, and ends: so nothing waits for ever.
             while full_DB[d].sum() > self._pages.count(d):
                 age_B = np.where(slots.active_DB[d], slots["age"][d], -1)
                 youngest = int(age_B.argmax())

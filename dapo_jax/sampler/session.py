@@ -233,6 +233,7 @@ class Session:
         for sample in plan.preempted:
             sample.prefix.group.responses[sample.index] = self._so_far(sample)
         with self._timed("prefill"):
+            # A copy may be of a prompt that is computed now, and leave pages to a response that is.
             self._prefill(plan.prefills)
             self._move(plan.moves)
             self._prefill(plan.recomputes)
