@@ -32,7 +32,8 @@ FLOOR_OF = {room: len(FLOORS) - i for i, rooms in enumerate(FLOORS) for room in 
 HOST_ROOMS = (
     *("dapo_jax.tasks", "dapo_jax.packing", "dapo_jax.types", "dapo_jax.verifier"),
     *("dapo_jax.printable", "dapo_jax.outside"),
-    *("dapo_jax.sampler.cache", "dapo_jax.sampler.scheduler"),
+    *("dapo_jax.sampler.cache", "dapo_jax.sampler.plan", "dapo_jax.sampler.slots"),
+    "dapo_jax.sampler.scheduler",
     *("dapo_jax.logs.metrics", "dapo_jax.logs.files", "dapo_jax.logs.display", "dapo_jax.report"),
     "dapo_jax.preflight.chips",
 )
