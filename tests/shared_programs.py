@@ -3,12 +3,10 @@
 import dataclasses
 
 import pytest
-from quick import COMPILER_OPTIONS
 from small_config import small
 
 from dapo_jax.sampler import cache
 from dapo_jax.setup import components
-from models.kernels import OPTIONS
 
 STEPS = 3
 MADE, LEARNERS = {}, {}  # programs, of one file of tests
@@ -32,7 +30,7 @@ def small_config(preset: str = "", **keys):
 
 @pytest.fixture(scope="module", autouse=True)
 def programs_compiled_once():
-    """Runs of one config share their programs, compiled quickly; decoding has one."""
+    """Runs of one config share their programs; decoding has one, for all slots."""
     make, compile_anew = components.programs, components.Programs.compile_learner
 
     def programs(config, vocab_size, devices=None):
@@ -46,7 +44,6 @@ def programs_compiled_once():
         return LEARNERS[self.update]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(OPTIONS, "cpu", OPTIONS["cpu"] | COMPILER_OPTIONS)
         patch.setattr(cache, "PARTS", ((1, 1),))
         patch.setattr(components, "programs", programs)
         patch.setattr(components.Programs, "compile_learner", compile_learner)

@@ -1,6 +1,7 @@
 """Environments as people write them: what they return, where their calls run, who judges."""
 
 import asyncio
+import dataclasses
 import functools
 import json
 import sqlite3
@@ -216,7 +217,9 @@ def test_an_episode_that_is_let_go_is_closed(group, is_answered, dataset, tokeni
     if is_answered:
         play(data, tokenizer, "a", running=running)
     else:
-        running.ask((0, 0, 0), data.prompts[0], TURN, 99)
+        goes_on = np.int32([*tokenizer.encode("a"), 258])
+        turn = dataclasses.replace(TURN, tokens_T=goes_on)
+        running.ask((0, 0, 0), data.prompts[0], turn, 99)
     wait_for(lambda: Counted.live == 1, seconds=9)
     running.close(group)
     wait_for(lambda: Counted.live == 0, seconds=9)
