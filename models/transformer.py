@@ -113,9 +113,9 @@ def windowed(mask_BTS, window: int | None):
     return mask_BTS & (index_T[:, None] - index_T < window)
 
 
-def logits(x_BTD, head_DV):
-    """Computes logits in float32, whatever the parameters' dtype."""
-    return jnp.einsum("...D,DV->...V", x_BTD, head_DV, preferred_element_type=jnp.float32)
+def logits(x_D, head_DV):
+    """Computes logits in float32, whatever the parameters' dtype; x may have more axes before D."""
+    return jnp.einsum("...D,DV->...V", x_D, head_DV, preferred_element_type=jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -118,10 +118,10 @@ class Engine:
     def copy(self, pages, copy_M4: np.ndarray):
         """Copies pages of one pool between shards (`Moves`); the old pages are gone."""
         for first in range(0, len(copy_M4), COPIES):
-            some_M4 = np.full((COPIES, 4), -1, np.int32)
-            some_M4[: len(copy_M4) - first] = copy_M4[first : first + COPIES]
+            call_N4 = np.full((COPIES, 4), -1, np.int32)
+            call_N4[: len(copy_M4) - first] = copy_M4[first : first + COPIES]
             program = self._programs["copy", None, len(pages[0][0]) // self.shards]
-            pages = program(pages, hosts.place(some_M4, rules.replicated(self.mesh)))
+            pages = program(pages, hosts.place(call_N4, rules.replicated(self.mesh)))
         return pages
 
     def _pool(self, pages: int):

@@ -345,9 +345,9 @@ class Scheduler:
         free_DK = self._pages.free_D[:, None] - (pages_DK.cumsum(axis=1) - 1)
         fits_DK = (free_DK > growth_DK // cache.page_tokens) & (k_K < most_D[:, None])
         admitted_D = np.logical_and.accumulate(fits_DK, axis=1).sum(axis=1)
-        shard_N, slot_N = np.nonzero(~slots.active_DB)
-        first_N = ranks(shard_N) < admitted_D[shard_N]
-        shard_N, slot_N = shard_N[first_N], slot_N[first_N]
+        shard_E, slot_E = np.nonzero(~slots.active_DB)  # the empty slots
+        is_filled_E = ranks(shard_E) < admitted_D[shard_E]
+        shard_N, slot_N = shard_E[is_filled_E], slot_E[is_filled_E]
         for d, b in zip(shard_N.tolist(), slot_N.tolist(), strict=True):
             self._enter(d, b, self._ready[d].popleft())
         begun_N = slots["sampled"][shard_N, slot_N]

@@ -121,8 +121,8 @@ def _visits(segment_BT, branch_BT, position_BT=None, *, window, tile_tokens: int
     visited_BST = jnp.where(
         is_prompt_BT[:, None], among(segment_BT, is_used_BT), among(branch_BT, ~is_prompt_BT)
     )
-    last_BS1 = (jnp.arange(S) * BLOCK_TOKENS + BLOCK_TOKENS - 1)[:, None]
-    visited_BST &= is_tile_BT[:, None] & (place_BT[:, None] <= last_BS1)
+    last_S1 = (jnp.arange(S) * BLOCK_TOKENS + BLOCK_TOKENS - 1)[:, None]
+    visited_BST &= is_tile_BT[:, None] & (place_BT[:, None] <= last_S1)
     of_BT = {"segment": segment_BT, "branch": branch_BT, "place": place_BT}
     of_BT["part"] = jnp.arange(B)[:, None] * T + begin_BT
     if window is not None:
