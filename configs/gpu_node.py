@@ -13,7 +13,7 @@ with CUDA_VISIBLE_DEVICES=0,1,2,3 and 4,5,6,7, DAPO_COORDINATOR=localhost:7777, 
 DAPO_PROCESS=0 and 1, and --distributed.
 
 Hardware: by XLA's compiler for eight H100 an update needs 30.7 GiB a GPU (7B), 41.4 (14B), 12.3
-(32B with LoRA), and sampling 62 to 65, which the cache is chosen for. All weights of 32B need 80.5
+(32B with LoRA), and sampling 62 to 65, which the cache is chosen for. All weights of 32B need 80.4
 in an update: eight H200, with responses of at most 4,096 tokens. Hours of 300 steps, estimated on
 H100 (experiments/preflight): 11 to 19, 18 to 32, 26 to 47. Result: not run. Eight CPU devices have
 run it with a tiny model; exchanges between GPUs (NCCL) and seconds were not seen.
