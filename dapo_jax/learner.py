@@ -1,9 +1,8 @@
 """Updates the policy: gradients summed over micro-batches, clipped, and one AdamW step.
 
-From `update` to Eq. 8: `micro_batch_loss` runs the model and has `head_loss` call
-`losses.token_loss` where the logits are; of its POLICY_LOSSES `clip` calls
-`algorithm.token_policy_loss`. Axis letters: M micro-batches, B packed rows (dapo_jax.packing), T
-tokens.
+Calls from `update` to Eq. 8: micro_batch_loss -> logprobs.head_loss (where the logits are) ->
+losses.token_loss -> losses.clip -> algorithm.token_policy_loss. Axis letters: M micro-batches, B
+packed rows (dapo_jax.packing), T tokens.
 """
 
 import dataclasses
@@ -197,8 +196,14 @@ def make_batch(groups: Sequence[Group], advantage_PG: np.ndarray, learning: Lear
         share_prompts=s.kernels.shares_prompts,
         part_multiple=s.kernels.part_multiple,
     )
-    how = {"routes": s.routes, "part_multiple": s.kernels.part_multiple}
-    packed = pack(groups, advantage_PG, weight_PGT.astype(np.float32), *plan, **how)
+    packed = pack(
+        groups,
+        advantage_PG,
+        weight_PGT.astype(np.float32),
+        *plan,
+        routes=s.routes,
+        part_multiple=s.kernels.part_multiple,
+    )
     return into_micro_batches(packed, most_micro=most_micro(s), rows=s.micro_batch_rows)
 
 
@@ -369,9 +374,9 @@ def update(state: TrainState, start_weights, batch: Batch, learning_rate, *, gra
 
     The micro-batch loop has a dynamic length, so one compiled program serves every packing. An
     update of which the loss or the gradient is not finite changes nothing: metrics["taken"] is
-    False, and metrics["bad"] is the place in `checked_names` of what is first not finite.
-    metrics["empty"]: no token has any weight. start_weights: what LoRA adapts and what the KL term
-    is measured against, in the compute dtype; else None.
+    False, and metrics["bad"] is the index in `checked_names` of the first that is not finite, else
+    -1. metrics["empty"]: no token has any weight. start_weights: what LoRA adapts and what the KL
+    term is measured against, in the compute dtype; else None.
     """
 
     def loss_of(params, i):
@@ -392,8 +397,8 @@ def update(state: TrainState, start_weights, batch: Batch, learning_rate, *, gra
 
     finite_N = jnp.stack([*map(all_finite, ((loss, sums), *jax.tree.leaves(grads), grad_norm))])
     finite = jnp.all(finite_N)
-    steps, opt_state = optimizer(learning).update(grads, state.opt_state, state.params)
-    params = jax.tree.map(lambda p, s: p + learning_rate * s, state.params, steps)
+    deltas, opt_state = optimizer(learning).update(grads, state.opt_state, state.params)
+    params = jax.tree.map(lambda p, s: p + learning_rate * s, state.params, deltas)
     stepped = TrainState(params, opt_state)
     state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), stepped, state)
     tokens = sums.pop("tokens")

@@ -89,8 +89,8 @@ def unbounded(compared, logp, token: Batch, learning):
 POLICY_LOSSES = {"clip": clip, "cispo": cispo, "none": unbounded}
 
 
-def chosen(key: str, name: str) -> Callable:
-    """Returns what one of CUSTOM names; ValueError for a custom one that cannot be imported."""
+def function_of(key: str, name: str) -> Callable:
+    """Returns the function that algo.<key> names; ValueError where it cannot be imported."""
     return imported(f"algo.{key} = {name!r}", name) if ":" in name else CUSTOM[key][name]
 
 
@@ -109,7 +109,7 @@ def sampler_weight(token: Batch, *, cap: float):
 
 
 def whitened(reward_PG, count_PG):
-    """Gives centred rewards mean 0 and unbiased deviation 1, each counted so often."""
+    """Gives centred rewards weighted mean 0 and unbiased deviation 1; count_PG: the weights."""
     value_PG, total = algorithm.centred_reward(reward_PG), count_PG.sum()
     centred_PG = value_PG - (value_PG * count_PG).sum() / max(total, 1)
     variance = (centred_PG**2 * count_PG).sum() / max(total - 1, 1)
@@ -129,7 +129,7 @@ CUSTOM = {"policy_loss": POLICY_LOSSES, "advantage_scale": ADVANTAGES}
 
 def advantages(reward_PG: np.ndarray, kept: np.ndarray, length_PG, *, scale: str) -> np.ndarray:
     """Computes the kept groups' advantages by algo.advantage_scale; other groups' are 0."""
-    advantage_PG, of_groups = np.zeros_like(reward_PG), chosen("advantage_scale", scale)
+    advantage_PG, of_groups = np.zeros_like(reward_PG), function_of("advantage_scale", scale)
     kept_PG = np.asarray(of_groups(reward_PG[kept], length_PG[kept]))
     if kept_PG.shape != reward_PG[kept].shape:
         raise ValueError(
@@ -152,9 +152,11 @@ def token_loss(logp, entropy, token: Batch, learning):
     # Padding has arbitrary log-probabilities: nothing of it may reach the loss.
     logp = jnp.where(token.is_response_BT, logp, 0.0)
     compared = RATIOS[learning.ratio](logp, token, learning)
-    loss, held = chosen("policy_loss", learning.policy_loss)(compared, logp, token, learning)
+    loss, indicators = function_of("policy_loss", learning.policy_loss)(
+        compared, logp, token, learning
+    )
     if learning.tis_cap > 0:
-        weight, held["clip_fraction/tis"] = sampler_weight(token, cap=learning.tis_cap)
+        weight, indicators["clip_fraction/tis"] = sampler_weight(token, cap=learning.tis_cap)
         loss *= weight
     kl = jnp.zeros_like(logp)
     if token.reference_logp_BT is not None:
@@ -162,7 +164,7 @@ def token_loss(logp, entropy, token: Batch, learning):
         loss += learning.kl_coef * kl
     if learning.entropy_coef > 0:
         loss -= learning.entropy_coef * entropy
-    return loss * token.weight_BT, held | {"kl": kl}
+    return loss * token.weight_BT, indicators | {"kl": kl}
 
 
 def takes_old_logp(learning) -> bool:

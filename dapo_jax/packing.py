@@ -152,8 +152,13 @@ def plan_update(
         rows, row_tokens = planned
         return -(-len(rows) // micro_batch_rows) * micro_batch_rows * row_tokens
 
-    how = {"share_prompts": share_prompts, "part_multiple": part_multiple}
-    plan = functools.partial(plan_rows, prompt_tokens_P, length_PG, **how)
+    plan = functools.partial(
+        plan_rows,
+        prompt_tokens_P,
+        length_PG,
+        share_prompts=share_prompts,
+        part_multiple=part_multiple,
+    )
     return min(((plan(row_tokens=n), n) for n in row_lengths), key=entries)
 
 

@@ -39,10 +39,10 @@ class StepPlan:
     partial_rollout_steps: int = 0
     success: Callable[[Group], np.ndarray] = operator.attrgetter("success_G")
 
-    def counts(self, group: Group) -> bool:
-        """Returns whether some but not all is a success (Eq. 11); without dynamic sampling all do.
+    def is_usable(self, group: Group) -> bool:
+        """Returns whether some but not all is a success (Eq. 11); without dynamic sampling, True.
 
-        A group of which an environment failed never counts.
+        A group of which an environment failed never is.
         """
         if group.is_left_out or not self.dynamic_sampling:
             return not group.is_left_out
@@ -83,12 +83,13 @@ def collect(
         elif (TRAINING, group.cursor) not in under_way:
             submit(group.cursor, prompt, begun=group.responses)
     with Grading(plan.grade) as grading:
+        # A call returns what the one before gave it, graded.
         order.add([*grading.exchange(ended), *grading.exchange([])])
         while not order.has_enough():
             for place in order.prompts():
                 submit(place, plan.prompt_at(place))
-            counting, graded = len(order.counting), len(order.groups)
-            report(f"rollout: {counting} of {plan.num_prompts} groups, {graded} graded")
+            usable, graded = len(order.usable), len(order.groups)
+            report(f"rollout: {usable} of {plan.num_prompts} groups, {graded} graded")
             done = session.step(more=order.wants_more()) if session.unfinished else []
             on_other_groups([group for group in done if group.stream != TRAINING])
             order.add(grading.exchange([group for group in done if group.stream == TRAINING]))
@@ -97,14 +98,14 @@ def collect(
     sampled, end, go_on = order.result()
     success_PG = np.stack([plan.success(group) & (not group.is_left_out) for group in sampled])
     # In prompt order, whichever was ready first: that favours no length.
-    kept = np.flatnonzero([plan.counts(group) for group in sampled])[: plan.num_prompts]
+    kept = np.flatnonzero([plan.is_usable(group) for group in sampled])[: plan.num_prompts]
     requests, seconds = order.issued * plan.group_size, session.stats.seconds | grading.seconds
     return Rollouts(
         sampled=sampled,
         kept=kept,
         informative=informative_groups(success_PG),
         cursor=end,
-        issued=len(sampled) if any_order else order.issued,
+        issued=len(sampled) if any_order else order.issued,  # in any order none is cancelled
         stats=dataclasses.replace(session.stats, requests=requests, seconds=seconds),
         partial=go_on,
         continued_tokens=sum(group.sampled_tokens for group in partial),
@@ -120,7 +121,7 @@ class InOrder:
     depends on groups of other streams, and which groups are kept does not.
 
     expected_share: as of `collect`. groups: the graded ones by cursor; they finish in any order.
-    counting: the cursors of those that count, ascending.
+    usable: the cursors of those that can be kept, ascending.
     """
 
     session: Session
@@ -130,14 +131,14 @@ class InOrder:
     expected_share: float
     issued: int = 0
     groups: dict[int, Group] = dataclasses.field(default_factory=dict)
-    counting: list[int] = dataclasses.field(default_factory=list)
+    usable: list[int] = dataclasses.field(default_factory=list)
 
     def add(self, graded: Sequence[Group]) -> None:
         """Adds graded groups."""
         for group in graded:
             self.groups[group.cursor] = group
-            if self.plan.counts(group):
-                bisect.insort(self.counting, group.cursor)
+            if self.plan.is_usable(group):
+                bisect.insort(self.usable, group.cursor)
 
     @property
     def graded_end(self) -> int:
@@ -148,8 +149,8 @@ class InOrder:
     def end(self) -> int:
         """The cursor behind all groups that can be kept."""
         plan = self.plan
-        if len(self.counting) >= plan.num_prompts:  # none behind these can be among the first
-            return self.counting[plan.num_prompts - 1] + 1
+        if len(self.usable) >= plan.num_prompts:  # none behind these can be among the first
+            return self.usable[plan.num_prompts - 1] + 1
         return self.cursor + (plan.max_prompts if plan.dynamic_sampling else plan.num_prompts)
 
     def has_enough(self) -> bool:
@@ -173,11 +174,11 @@ class InOrder:
         standard deviation fewer are expected of those under way.
         """
         plan, end, prior_groups = self.plan, self.graded_end, self.plan.num_prompts / 4
-        share = bisect.bisect_left(self.counting, end) + self.expected_share * prior_groups
+        share = bisect.bisect_left(self.usable, end) + self.expected_share * prior_groups
         share /= end - self.cursor + prior_groups
         under_way = self.issued - len(self.groups)
         spread = math.sqrt(under_way * share * (1 - share))
-        expected = len(self.counting) + under_way * share - spread
+        expected = len(self.usable) + under_way * share - spread
         return self.cursor + self.issued < self.end and expected < plan.num_prompts
 
     def result(self) -> tuple[list[Group], int, list[Group]]:
@@ -195,10 +196,10 @@ class AnyOrder(InOrder):
 
     The complete groups that come first in prompt order are kept; other informative ones go on,
     complete as they are. A step ends once the groups that are `due`, as old as a group may be, are
-    complete; those of them that it has no use for are discarded. So that there are few, no more
-    prompts are issued than give each step that a group goes on its groups, by the share of
-    informative ones that was expected. A step that finds nothing partial waits for the first groups
-    in prompt order, as `InOrder` does: those that are complete first are the short ones.
+    complete; those of them that it has no use for are discarded. So that few are, prompts are
+    issued for the groups of at most 1 + partial_rollout_steps steps, by the expected share. A step
+    that finds nothing partial waits for the first groups in prompt order, as `InOrder` does: those
+    that are complete first are the short ones.
     """
 
     @functools.cached_property
@@ -210,9 +211,9 @@ class AnyOrder(InOrder):
     def has_enough(self) -> bool:
         """Returns whether enough groups are complete, and none that is waited for is not."""
         waiting = self.session.unfinished
-        if len(self.counting) < self.plan.num_prompts:
+        if len(self.usable) < self.plan.num_prompts:
             return self.issued == self.plan.max_prompts and not waiting
-        last = self.counting[self.plan.num_prompts - 1]
+        last = self.usable[self.plan.num_prompts - 1]
         return not any(
             stream != TRAINING or place in self.due or (not self.partial and place < last)
             for stream, place in waiting
@@ -229,13 +230,13 @@ class AnyOrder(InOrder):
         """Returns whether prompts would be issued if there were idle slots."""
         plan = self.plan
         unknown = len(self.partial) + self.issued - len(self.groups)
-        expected = len(self.counting) + self.expected_share * unknown
+        expected = len(self.usable) + self.expected_share * unknown
         most_groups = plan.num_prompts * (1 + plan.partial_rollout_steps)
         return self.issued < plan.max_prompts and expected < most_groups
 
     def result(self) -> tuple[list[Group], int, list[Group]]:
         """Returns (the complete groups to train on or discard, the next cursor, those to go on)."""
-        extra = {*self.counting[self.plan.num_prompts :]} - self.due
+        extra = {*self.usable[self.plan.num_prompts :]} - self.due
         sampled = [self.groups[place] for place in sorted(self.groups.keys() - extra)]
         go_on = [*self.session.pause(), *(self.groups[place].continued() for place in extra)]
         next_cursor = self.cursor + self.issued
@@ -243,7 +244,10 @@ class AnyOrder(InOrder):
 
 
 def continued(plan: StepPlan, cursor: int, partial: Sequence[Group]) -> tuple[int, Sequence[Group]]:
-    """Returns (next cursor, partial groups): none where a fork's config cannot go on with them."""
+    """Returns (next cursor, partial groups).
+
+    Where a fork's config cannot go on with these: (the lowest of their cursors, none).
+    """
     fit = all(
         len(group.responses) == plan.group_size
         and len(response.tokens_T) <= plan.max_tokens

@@ -45,11 +45,11 @@ def train(config, workdir: pathlib.Path, parent=None, profile: int | None = None
         run, state, progress = start.open_run(config, workdir, parent, stack)
         if profile is not None and profile < run.step:
             raise ValueError(f"--profile={profile}: that step is done; the next is {run.step}")
-        # A fork, of which all have a first point, or the end of a run that was to have more steps.
-        alone = run.step == run.begin_step and not run.evaluates_in(run.step)
+        # A fork that begins between two evaluations, or a run whose num_steps was lowered to here.
+        begins = run.step == run.begin_step and not run.evaluates_in(run.step)
         result = workdir / "eval" / f"{run.step}.json"
-        alone = run.sets and (alone or run.step == config.num_steps)
-        if alone and hosts.on_main(lambda: not result.is_file()):
+        is_due = run.sets and (begins or run.step == config.num_steps)
+        if is_due and hosts.on_main(lambda: not result.is_file()):
             evaluate_alone(run, state, run.step)
         session = None  # of partial rollouts: it goes on in the next step
         for step in range(run.step, config.num_steps):
@@ -92,8 +92,8 @@ def sample(run: start.Run, step: int, state, progress: Progress, session, watch)
     """Samples and grades one step's groups (Eq. 11), and beside them an evaluation that is due.
 
     Returns (the rollouts, the scores as keys of a metrics row, the session of partial rollouts).
-    The evaluation's requests, which run to their ends, are asked for before training's new ones,
-    which fill the slots that they leave.
+    The evaluation's requests are submitted first; training's prompts fill the slots that they
+    leave.
     """
     r, weights = run.config.rollout, run.programs.reshard(state.params, run.start_weights)
     if session:
@@ -181,9 +181,9 @@ def finish(
        of the state and of the responses' file, and the alarms look at it.
     2. Where a run may resume, the session of partial rollouts is closed: checkpoints have no keys
        and values. A policy that no later step samples is evaluated.
-    3. The snapshot before is saved if its policy is the best so far. One of state and progress is
-       taken where a run may resume, this row in it, and saved if it is due; the last one is waited
-       for, so that a run with its last row has its last checkpoint.
+    3. The previous snapshot is saved if its policy is the best so far. Where a run may resume, a
+       snapshot of state and progress, this row in it, is taken, and saved if it is due; the last
+       step waits for its save, so that a run with its last row has its last checkpoint.
     4. The row is written and shown. After a kill before this, the checkpoint's row is written.
     """
     config, step, rollouts = run.config, done.step, done.rollouts

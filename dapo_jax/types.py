@@ -60,7 +60,7 @@ class Prompt:
     key: str = ""
 
 
-# Statuses of a `Verdict` without one on the answer; the last: its environment failed.
+# Statuses without a judgement of the answer; LEFT_OUT: the environment failed.
 LEFT_OUT = "left_out"
 GAVE_UP = ("too_large", "timeout", "memory", "crashed", LEFT_OUT)
 REWARDED = "rewarded"  # by an environment that does not say what is right
@@ -99,7 +99,7 @@ def finite_number(value: Any) -> float:
 
 
 def true_or_false(value: Any) -> bool:
-    """Returns a word of a task or an environment; ValueError for other values, also 0 and 1."""
+    """Returns a bool of a task or an environment; ValueError for other values, also 0 and 1."""
     if not isinstance(value, bool | np.bool_):
         raise ValueError("it has to be True or False")
     return bool(value)
@@ -119,11 +119,10 @@ class Response:
     """One sampled response: its tokens, the stop token included, and what was found in it.
 
     tokens_T int32, behavior_logp_T float32 (nats, under the sampling distribution). text and
-    verdict are None until it is graded. ends: how many tokens it had at the ends of earlier steps
-    (partial rollouts). given_T bool: the tokens of an environment, between the turns of an episode,
-    which no policy sampled and no loss has; None: there are none. route_TLA
-    uint8: the experts that each token was sent to in each layer, those of the prompt but for its
-    last token first; entry by entry what packing.py has of both. None: the model has no experts.
+    verdict are None until it is graded. ends: its length at the end of each earlier step (partial
+    rollouts). given_T bool: True for the tokens of an environment, between the turns of an episode,
+    which have no loss; None: all are sampled. route_TLA uint8: the experts of each token and layer,
+    first the prompt's, less its last token, then the response's; None: the model has none.
     measures: of the episode, as `Verdict.measures`. turns: what its sides said.
     """
 
@@ -269,9 +268,9 @@ class RolloutStats:
     sampled_tokens: int = 0  # for training
     decode_steps: int = 0
     slot_steps: int = 0  # decode steps times slots
-    busy_slot_steps: int = 0  # that sampled a token of a response,
-    waiting_slot_steps: int = 0  # the same two while requests were left to fill slots with
-    busy_waiting_slot_steps: int = 0
+    busy_slot_steps: int = 0  # those that sampled a token of a response
+    waiting_slot_steps: int = 0  # slot_steps while requests waited for a slot
+    busy_waiting_slot_steps: int = 0  # busy_slot_steps then
     requests: int = 0
     prefilled_prompts: int = 0
     cache_use: float = 0.0  # the greatest share of pages taken
@@ -299,8 +298,9 @@ class Rollouts:
     """The groups that one step sampled, in prompt order, and those of them that it trains on.
 
     sampled: P graded groups. kept: indices into it, ascending. informative: what dynamic sampling
-    calls so, bool [P]. cursor: of the next unseen prompt. issued: groups asked for. partial: the
-    groups that go on (partial rollouts). continued_tokens: of them before this step.
+    calls so, bool [P]. cursor: of the next unseen prompt. issued: groups sampled or cancelled.
+    partial: the groups that go on in the next step (partial rollouts). continued_tokens: sampled by
+    earlier steps in the groups that this step took up.
     """
 
     sampled: list[Group]

@@ -205,7 +205,7 @@ class Layer(nnx.Module):
         attend(q_BTNH, k_BTKH, v_BTKH) -> (out_BTNH, kept) decides what the queries see.
         cos_sin: the `rotation` of every token. The learner attends inside the rows, the sampler to
         its cache; `kept` (the keys and values, or the new cache) is handed back beside the
-        new x_BTD. factors: (A, B) of the matrices to which A B is added, by their first letters.
+        new x_BTD. factors: {a matrix's name before "_": (A, B)}, of those to which A B is added.
         routes: the experts to send each token to; None: those that the layer chooses.
         """
         eps, weights = self.config.rms_norm_eps, execution.weights

@@ -149,8 +149,8 @@ prompt_freed_early dapo_jax/sampler/scheduler.py scheduler
 - if prefix.unfinished == 0:
 + if prefix.unfinished <= 1:
 oldest_preempted dapo_jax/sampler/scheduler.py scheduler
-- youngest = int(age_B.argmax())
-+ youngest = int(np.where(age_B < 0, age_B.max(), age_B).argmin())
+- youngest = int(admission_B.argmax())
++ youngest = int(np.where(admission_B < 0, admission_B.max(), admission_B).argmin())
 quotient_fused dapo_jax/logprobs.py exact::test_heads_are_exact_at_any_temperature
 - unfused(logits_BV / temperature)
 + logits_BV / temperature
@@ -170,8 +170,8 @@ turns_border dapo_jax/episodes.py episodes::test_turns_are_limited_and_a_cut_one
 - if messages and episode.turns < self._max_turns:
 + if messages and episode.turns <= self._max_turns:
 surplus_dropped dapo_jax/rollout.py rollout
-- extra = {*self.counting[self.plan.num_prompts :]} - self.due
-+ extra = {*self.counting[self.plan.num_prompts :]} & self.due
+- extra = {*self.usable[self.plan.num_prompts :]} - self.due
++ extra = {*self.usable[self.plan.num_prompts :]} & self.due
 verdicts_at_once dapo_jax/grading.py rollout
 - pending, self._pending = self._pending, []
 + pending = self._pending = []
@@ -284,8 +284,8 @@ answers_unsorted dapo_jax/episodes.py environments::test_so_many_environments_ar
 - everyone.sort(key=operator.itemgetter(0))
 + everyone.sort(key=lambda it: 0)
 only_sample_gives_way dapo_jax/sampler/scheduler.py episodes::test_few_open_environments_and_few_pages_end
-- younger_than=-1 if is_alone else age_B[youngest]
-+ younger_than=age_B[youngest]
+- younger_than=-1 if is_alone else admission_B[youngest]
++ younger_than=admission_B[youngest]
 turn_without_answer dapo_jax/sampler/session.py episodes::test_an_episode_goes_on_in_other_sessions_as_if_it_had_never_stopped
 - & (given_NS == 0) | is_end_NS
 + & (given_NS == 0)

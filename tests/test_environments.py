@@ -544,7 +544,7 @@ def test_graded_rewards_are_told_apart_by_dynamic_sampling(
     group = data.grade(Group(0, data.prompts[0], tuple(played)))
     success = success_by("correctness", max_tokens=99, cache_tokens=9, factor=1.0)
     plan = StepPlan(lambda _: None, lambda it: it, 2, 1, 9, 99, success=success)
-    assert plan.counts(group) == counts
+    assert plan.is_usable(group) == counts
     assert outcome_reward(group.correct_G, group.score_G).tolist() == pytest.approx(rewards)
     scores = summarize([group], data.same)
     assert scores["task/reward"] == pytest.approx(np.mean(rewards)) and "maj@2" not in scores
@@ -736,7 +736,7 @@ def test_an_episode_that_fails_for_good_may_be_left_out(dataset, tokenizer, monk
     assert "ConnectionError: connection refused" in response.turns[-1]["content"]
     for dynamic in (True, False):
         plan = StepPlan(lambda _: None, lambda it: it, 2, 1, 9, 99, dynamic_sampling=dynamic)
-        assert not plan.counts(group)
+        assert not plan.is_usable(group)
 
 
 class Gone(Silent):

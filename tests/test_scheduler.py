@@ -194,7 +194,7 @@ def first_in(scheduler):
     found = {}
     for d in range(scheduler.shards):
         if samples := [it for it in scheduler.occupied.values() if it.prefix.shard == d]:
-            found[d] = min(samples, key=lambda sample: sample.age).key
+            found[d] = min(samples, key=lambda sample: sample.admission).key
     return found
 
 

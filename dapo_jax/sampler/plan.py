@@ -13,7 +13,7 @@ import numpy as np
 from dapo_jax.sampler.cache import NULL_PAGE
 
 NO_PAGES = np.zeros(0, int)
-NEVER = sys.maxsize  # the age of a sample that no slot has had
+UNADMITTED = sys.maxsize  # the admission of a sample that no slot has had
 BALANCE_SLACK = 1 / 8  # of the mean: shards so far above it are worth the copies of rebalancing
 
 
@@ -40,7 +40,8 @@ class Sample:
 
     It waits for a slot, is in one, or is parked until its environment has answered. Outside of a
     slot: tokens that it has, or begins with; pages of these in order, none where they are computed
-    again. age: admissions before its own. stopped: whether it has ended, and not at its limit.
+    again. admission: its number among all; the youngest sample has the greatest. stopped: whether
+    it has ended, and not at its limit.
     """
 
     prefix: Prefix
@@ -48,7 +49,7 @@ class Sample:
     limit: int
     tokens: int = 0
     pages: np.ndarray = dataclasses.field(default_factory=lambda: NO_PAGES)
-    age: int = NEVER
+    admission: int = UNADMITTED
     stopped: bool = False
 
     @property

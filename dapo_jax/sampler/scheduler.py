@@ -10,7 +10,8 @@ steps, and so do preflight's simulation and the tests, with scripted lengths:
 
 A group is what the caller names it by. The same submissions and lengths give the same schedule.
 Axis letters: D data shards, B slots of a shard, N occupied slots of all shards in order of (shard,
-slot), P pages of a shard's pool, R rows of a prefill call, I and J as in `Cache`.
+slot), P pages of a shard's pool, F and U full pages, E empty slots, K ready samples, R rows of a
+prefill call, I and J as in `Cache`.
 """
 
 import collections
@@ -23,8 +24,8 @@ import numpy as np
 
 from dapo_jax.sampler.cache import NULL_PAGE, WATERMARK_BLOCKS, Cache, round_up
 from dapo_jax.sampler.plan import (
-    NEVER,
     NO_PAGES,
+    UNADMITTED,
     Moves,
     Plan,
     Prefill,
@@ -150,9 +151,8 @@ class Scheduler:
         sizes: the (rows, pages) of a shard that are compiled, ascending. rows: `Cache.row_dtype`,
         on each shard those of its occupied slots first, and of these those that are not `behind_N`;
         row_N is the place of each. The caller fills in the columns stream, cursor, token, page and
-        given.
-        page_P: the pages that `response_pages` numbers, those that are full; where the size has the
-        whole pool, as the pool does.
+        given. page_P: the full pages, which `response_pages` numbers; the whole pool if the size
+        has it.
         """
         shard_N, slot_N = self._slots.occupied()
         full_N = self._slots["sampled"][shard_N, slot_N] // self.cache.page_tokens
@@ -227,8 +227,8 @@ class Scheduler:
         Returns False where there is none that began after the admission `younger_than`.
         """
         here = [it for it in self._parked.values() if it.prefix.shard == d and len(it.pages)]
-        youngest = max(here, key=operator.attrgetter("age"), default=None)
-        if youngest is None or youngest.age <= younger_than:
+        youngest = max(here, key=operator.attrgetter("admission"), default=None)
+        if youngest is None or youngest.admission <= younger_than:
             return False
         self._free_pages(youngest)
         return True
@@ -255,8 +255,8 @@ class Scheduler:
     def _assign(self) -> list[Prefill]:
         """Moves queued prompts, in order, to the shards with most slots to fill.
 
-        A prefill call has a row for several prompts of a bucket: prompts whose samples find no slot
-        yet take the rows that would stay empty.
+        A prefill call has rows for several prompts of one bucket: prompts whose samples find no
+        slot yet take those that would stay empty.
         """
         taken: dict[int, list[list]] = {}  # bucket -> of each shard the rows of calls
         buckets, wanted_D = self.cache.buckets, self._wanted_D()
@@ -296,15 +296,15 @@ class Scheduler:
         for d in range(self.shards):
             # The oldest always has its page, and ends: so nothing waits for ever.
             while full_DB[d].sum() > self._pages.count(d):
-                age_B = np.where(slots.active_DB[d], slots["age"][d], -1)
-                youngest = int(age_B.argmax())
-                # The only sample that goes on does not wait for those that do.
-                is_alone = (age_B >= 0).sum() == 1
-                if not self._drop(d, younger_than=-1 if is_alone else age_B[youngest]):
+                admission_B = np.where(slots.active_DB[d], slots["admission"][d], -1)
+                youngest = int(admission_B.argmax())
+                # The only sample in a slot takes pages of parked ones, however old.
+                is_alone = (admission_B >= 0).sum() == 1
+                if not self._drop(d, younger_than=-1 if is_alone else admission_B[youngest]):
                     full_DB[d, youngest] = False
                     preempted += self._preempt(d, youngest)
         shard_N, slot_N = np.nonzero(full_DB)
-        order = np.lexsort((slots["age"][shard_N, slot_N], shard_N))
+        order = np.lexsort((slots["admission"][shard_N, slot_N], shard_N))
         self._give_pages(shard_N[order], slot_N[order])
         return preempted
 
@@ -317,7 +317,8 @@ class Scheduler:
         sample = self._leave(d, b)
         as_it_was = copy.copy(sample)
         keeps = self.cache.partial_rollouts or sample.prefix.parks
-        sample.tokens, sample.pages, sample.age = sample.tokens * keeps, NO_PAGES, NEVER
+        sample.tokens, sample.pages = sample.tokens * keeps, NO_PAGES
+        sample.admission = UNADMITTED
         self._ready[d].appendleft(sample)
         return [as_it_was] if keeps else []
 
@@ -330,7 +331,7 @@ class Scheduler:
         cache, slots, occupied_D = self.cache, self._slots, self._slots.count_D
         for d, ready in enumerate(self._ready if self._parked else ()):
             # Those that keep pages first: they would never be free else.
-            order = sorted(ready, key=operator.attrgetter("age"))
+            order = sorted(ready, key=operator.attrgetter("admission"))
             ready = self._ready[d] = collections.deque(order)
             begins = ready and not occupied_D[d]
             while begins and self._pages.count(d) < self._pages_to_enter(ready[0]):
@@ -420,7 +421,7 @@ class Scheduler:
 
     def _enter(self, d: int, b: int, sample: Sample) -> None:
         self._parked.pop(sample.key, None)
-        sample.age = min(sample.age, self._admissions)
+        sample.admission = min(sample.admission, self._admissions)
         self._admissions += 1
         self._slots.enter(d, b, sample)
 

@@ -1,6 +1,6 @@
 """A session samples groups with one set of weights at a time: it joins scheduler and engine.
 
-A session keeps what neither of them knows: the values of tokens. Data flow of `Session.step`:
+A session keeps what neither of them knows: the tokens' ids. Data flow of `Session.step`:
 
     scheduler.next_block -> engine.prefill of new prompts -> engine.copy of samples that change
     shards -> engine.prefill of partial responses -> engine.decode of one block -> tokens to the
@@ -8,8 +8,7 @@ A session keeps what neither of them knows: the values of tokens. Data flow of `
 
 A request is (stream, cursor, sample). A stream has a random key and a way of sampling: training is
 one, each evaluation set another, and they share slots, pages and programs. A request's tokens
-depend on no schedule at all, so they are the same beside whichever others, but with partial
-rollouts. Axis letters: those of
+depend on no schedule and no neighbour, except with partial rollouts. Axis letters: those of
 `scheduler`, its P among them; C tokens of a page, S of a block, Z streams, L layers, A experts.
 """
 
@@ -96,10 +95,11 @@ class Session:
         """Compiles what is missing and makes empty pages.
 
         params: the sampler's, on the mesh. A stream's limit is at most what the cache is planned
-        for. environments: answer the turns of the prompts that have one.
+        for. environments: answer the turns of the prompts that have one (tasks/README.md).
         """
         self._environments = environments or Environments({}, None, max_turns=0)  # plays none
-        self._stalled, self._part = False, ""  # of `_timed`
+        self._stalled = False  # no slot has anything to decode
+        self._part = ""  # that `_timed` times
         self._engine, cache = engine, engine.cache
         self.streams, self._samplings = streams, tuple(stream.sampling for stream in streams)
         engine.compile(*self._samplings)
@@ -247,18 +247,18 @@ class Session:
         )
         rows["token"][row_N], rows["page"][row_N] = self._next_tokens(plan), plan.page_N
         rows["stream"][row_N], rows["cursor"][row_N] = stream_N, cursor_N
-        known = self._known(plan)
+        given_NS, known_logp_NS, is_end_NS = self._known(plan)
         if self._engine.cache.turns:
-            rows["given"][row_N] = known[0]
+            rows["given"][row_N] = given_NS
         with self._timed("decode"):
             pools = self._prompt_pages, self._pages
             self._pages, *sampled = self._engine.decode(
                 self._params, *pools, self._run_key_Z, rows, page_P, self._samplings
             )
         self._decoded += 1
-        of_rows = [a if a is None else a[:, row_N].swapaxes(0, 1) for a in sampled]
-        used_N, stopped_N = self._keep(plan, *of_rows, *known)
-        given_N = np.minimum((known[0] > 0).sum(axis=1), used_N)
+        sampled = [a if a is None else a[:, row_N].swapaxes(0, 1) for a in sampled]
+        used_N, stopped_N = self._keep(plan, *sampled, given_NS, known_logp_NS, is_end_NS)
+        given_N = np.minimum((given_NS > 0).sum(axis=1), used_N)
         self.stats.add_block(
             int(used_N.max(initial=0)),
             self.slots,
@@ -325,6 +325,7 @@ class Session:
 
     def _next_tokens(self, plan: Plan) -> np.ndarray:
         """Finds the token that each occupied slot feeds first: its newest, or its prompt's last."""
+        # -1: the last of a full page.
         newest_N = plan.sampled_N % self._engine.cache.page_tokens - 1
         token_N = self._token_DPC[plan.shard_N, plan.newest_page_N, newest_N]
         for n in np.flatnonzero(plan.sampled_N == 0).tolist():

@@ -44,14 +44,14 @@ class Pages:
 class Slots:
     """The rows of all slots: an array [D, B, ...] for each column; a row without a sample is 0.
 
-    The columns are those of `Cache.row_dtype` and, of the sample in the slot, `occupant`, its
-    `group` and `age`, and `pages`, the number of its own.
+    The columns are those of `Cache.row_dtype` and, of the sample in the slot, `occupant`, itself,
+    its `group` and `admission`, and `pages`, the number of its own. `sample` is its index.
     """
 
     def __init__(self, cache: Cache, shards: int):
         dtypes = {name: dtype for name, (dtype, _) in cache.row_dtype.fields.items()}
         dtypes |= dict.fromkeys(("occupant", "group"), np.dtype(object))
-        dtypes |= dict.fromkeys(("pages", "age"), np.dtype(np.int64))
+        dtypes |= dict.fromkeys(("pages", "admission"), np.dtype(np.int64))
         self._columns = {
             name: np.zeros((shards, cache.slots, *dtype.shape), dtype.base)
             for name, dtype in dtypes.items()
@@ -94,7 +94,7 @@ class Slots:
             "prompt_tokens": prefix.prompt_tokens - 1,
             "reader": prefix.samples.index(sample),
             "pages": len(sample.pages),
-            "age": sample.age,
+            "admission": sample.admission,
         }
         for name, value in row.items():
             self[name][d, b] = value

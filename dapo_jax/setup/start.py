@@ -88,10 +88,10 @@ class Run(Planned):
     """All that a step needs, but the state that it changes.
 
     step: finished steps, the first to do. begin_step: the run's own first, which is not 0 in a
-    fork. start_weights: those that LoRA adapts, or that the KL term has; else None.
-    recompute_old_logp: None where the loss takes none. streams: of every session, training's first,
-    then those of `sets`, which are evaluated now and then. best: as of `best_key`. seconds: of
-    loading and compiling.
+    fork. start_weights: those that LoRA adapts, or that the KL term has; else None. update:
+    learner.update, compiled. recompute_old_logp: the learner's, or None where the loss takes none.
+    streams: of every session, training's first, then those of `sets`, which are evaluated now and
+    then. best: as of `best_key`. seconds: of loading and compiling.
     """
 
     step: int
@@ -136,7 +136,7 @@ def check(config: ConfigDict, *, training: bool = True) -> None:
             writers.find(name)
         metrics.own_metrics(config.log.metrics)
         for key in losses.CUSTOM:
-            losses.chosen(key, config.algo[key])
+            losses.function_of(key, config.algo[key])
     if config.model.family and pathlib.Path(config.model.path or "/nowhere").is_dir():
         components.model_sizes(config)
 
