@@ -175,7 +175,7 @@ def test_the_newest_policys_tokens_are_exact_behind_older_ones(dtype, tmp_path):
     for _ in range(3):
         assert not same.step()
     for it in same.pause():
-        another.submit(it.cursor, Prompt(TWO[it.cursor]), group_size=4, partial=it)
+        another.submit(it.cursor, Prompt(TWO[it.cursor]), group_size=4, begun=it.responses)
 
     def only_newest(response):
         older_T = np.arange(len(response.tokens_T)) < response.stale_tokens

@@ -83,8 +83,9 @@ class Scheduler:
 
     def cancel(self, group: Hashable) -> None:
         """Forgets an unfinished group; the tokens sampled for it are lost."""
-        for d, b in np.argwhere(self._slots.active_DB & (self._slots["group"] == group)):
-            self._leave(d, b)
+        for slot in zip(*self._slots.occupied(), strict=True):
+            if self._slots["group"][slot] == group:
+                self._leave(*slot)
         for parked in [key for key in self._parked if key[0] == group]:
             self._unpark(parked)
         for prefix in self._groups.pop(group):

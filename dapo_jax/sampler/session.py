@@ -391,11 +391,12 @@ class Session:
 
     def _finished(self) -> list[Group]:
         """Takes out the groups of which nothing is left, in order of streams and cursors."""
-        groups = [group.so_far() for _, group in sorted(self._groups.items())]
-        ended = [group for group in groups if not group.is_unfinished]
-        for group in ended:
-            del self._groups[group.stream, group.cursor]
-        return ended
+        ended = [
+            key
+            for key, group in sorted(self._groups.items())
+            if not any(response.is_unfinished for response in group.responses)
+        ]
+        return [self._groups.pop(key).so_far() for key in ended]
 
     def _take_answers(self) -> None:
         """Lets samples go on whose environments have answered, or ends them."""

@@ -46,7 +46,7 @@ def _of_config(config: ConfigDict) -> Conditions:
     training = mixture_settings(config)
     yield bool(training), "data.train.weight = 0, and no set of data.mixture has a weight"
     for key, settings in training.items():
-        for name in ("k", "temperature", "top_p"):
+        for name in ("k", "temperature", "top_p", "top_k"):
             message = f"{key}.{name} is set, but is for evaluation sets; set rollout's keys"
             yield settings[name] is None, message
     r = config.rollout

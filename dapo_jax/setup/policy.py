@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from ml_collections import ConfigDict
 
-from configs.compare import complete, current
+from configs.compare import complete, current, filled
 from dapo_jax.checkpoints import fingerprint
 from dapo_jax.checkpoints.begun import BEST, best_step, chosen_before, directory_of
 from dapo_jax.checkpoints.same_run import EVALUATE, Question, require
@@ -44,6 +44,7 @@ def run_config(workdir: pathlib.Path, *, trust_code: bool) -> ConfigDict:
     complete(config)
     config.mesh.slices, config.mesh.data, config.mesh.model = 1, -1, 1
     config.model.kernels = "auto"
+    config.algo.policy_loss = "none"  # nothing is trained, and the run's may be gone
     return config
 
 
@@ -95,10 +96,12 @@ def load_policy(
     unread = ("data.",) if evaluates else ("data.", "eval.")
     if workdir and not hosts.on_main(workdir.is_dir):
         raise FileNotFoundError(f"--workdir={workdir}: there is no such directory")
+    chosen = hosts.on_main(lambda: chosen_before(workdir))
+    if workdir:  # before a model is fetched
+        hosts.on_main(lambda: start.require_own(question, filled(config, chosen), workdir))
     start.accept_and_fetch(config, *unread, training=False)
     compile_cache.enable()
     read = functools.partial(start.read_data, training=False, evaluates=evaluates)
-    chosen = hosts.on_main(lambda: chosen_before(workdir))
     if not evaluates:  # `sample` leaves open what the run has chosen for its own problems
         chosen = {"tokenizer.date": chosen.get("tokenizer.date", "")}
     planned = start.plan(config, read, fit, training=False, chosen=chosen)
