@@ -106,7 +106,7 @@ def true_or_false(value: Any) -> bool:
 
 
 class Status(enum.Enum):
-    """What became of a response."""
+    """The state of a response: unfinished in two ways, or ended in two."""
 
     RUNNING = "more of it is to be sampled"
     WAITING = "its turn ended, and its environment has not answered yet"

@@ -226,7 +226,7 @@ def test_an_episode_that_is_let_go_is_closed(group, is_answered, dataset, tokeni
 
 
 def test_so_many_environments_are_open_and_answers_have_one_order(dataset, tokenizer):
-    """Of several processes too: what goes on first takes a slot, and the rows tell."""
+    """The order is that of several processes too: what goes on first takes a slot."""
     data, asked = dataset(Counted, ROW), [(0, 0, sample) for sample in range(8)]
     Counted.most, running = 0, running_of(data, tokenizer, most_open=2)
     for where in asked[::-1]:

@@ -136,7 +136,7 @@ def _lines(figure, title):
 
 
 def test_a_line_is_the_mean_of_the_seeds():
-    """Where some seeds have no value it is dashed, over the others."""
+    """It is dashed, over the others, where some seeds have no value."""
     runs = {}
     for seed, values in enumerate([[1, 2, 3], [3.0, None, None]]):
         rows = {"step": [0, 1, 2], "entropy": values}

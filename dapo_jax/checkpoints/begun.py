@@ -1,4 +1,4 @@
-"""What a run began with: the config that its folder has, and of a fork a checkpoint of its parent.
+"""A run's beginning: the config that its folder has, and of a fork a checkpoint of its parent.
 
 Names for checkpoints are here too: run:DIR@STEP, and "best" in the place of a step.
 """

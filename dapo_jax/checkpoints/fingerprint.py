@@ -1,4 +1,4 @@
-"""Whose run is it? Its config, and digests of its data, tokenizer, weights and own code say it.
+"""The fingerprint of a run: its config, and digests of its data, tokenizer, weights and own code.
 
 `same_run.py` compares the fingerprints of runs, checkpoints and processes.
 """

@@ -51,7 +51,7 @@ def compare(a: Evaluated, b: Evaluated) -> list[str]:
     to print.
     """
     (label_a, settings_a, problems_a), (label_b, settings_b, problems_b) = a, b
-    single = all(of["source"].nunique() == 1 for of in (problems_a, problems_b))
+    single = all(table["source"].nunique() == 1 for table in (problems_a, problems_b))
     both = problems_a.merge(problems_b, on=[*PLACE[single:], "number"], suffixes=("", "_b"))
     if both.empty:
         raise ValueError(f"{label_a} and {label_b} have no problem in common (source, row, answer)")

@@ -189,8 +189,8 @@ def score_name(key: str) -> str:
 def own_metrics(runs: Mapping[str, Run]) -> list[Metric]:
     """Returns a metric for each key of the rows that METRICS lacks: a task's, a loss's, yours."""
     keys = set().union(*(run.rows for run in runs.values())) - {metric.key for metric in METRICS}
-    of = {True: ", the task's own", False: ""}
-    names = {it: it.removeprefix(TASK).replace("_", " ") + of[TASK in it] for it in sorted(keys)}
+    whose = {True: ", the task's own", False: ""}
+    names = {it: it.removeprefix(TASK).replace("_", " ") + whose[TASK in it] for it in sorted(keys)}
     return [
         Metric(key, "", "", panel=name, summary=name)
         for key, name in names.items()

@@ -8,10 +8,10 @@ steps, and so do preflight's simulation and the tests, with scripted lengths:
     rows, page_P, row_N = scheduler.table(sizes, ...)  the block's rows, as the device reads them
     finished = scheduler.complete(used_N, stopped_N)   ended samples leave their slots
 
-A group is what the caller names it by. The same submissions and lengths give the same schedule.
-Axis letters: D data shards, B slots of a shard, N occupied slots of all shards in order of (shard,
-slot), P pages of a shard's pool, F and U full pages, E empty slots, K ready samples, R rows of a
-prefill call, I and J as in `Cache`.
+A group is an object or a number of the caller's. The same submissions and lengths give the same
+schedule. Axis letters: D data shards, B slots of a shard, N occupied slots of all shards in order
+of (shard, slot), P pages of a shard's pool, F and U full pages, E empty slots, K ready samples, R
+rows of a prefill call, I and J as in `Cache`.
 """
 
 import collections
@@ -83,9 +83,8 @@ class Scheduler:
 
     def cancel(self, group: Hashable) -> None:
         """Forgets an unfinished group; the tokens sampled for it are lost."""
-        for slot in zip(*self._slots.occupied(), strict=True):
-            if self._slots["group"][slot] == group:
-                self._leave(*slot)
+        for d, b in np.argwhere(self._slots.active_DB & (self._slots["group"] == group)):
+            self._leave(d, b)
         for parked in [key for key in self._parked if key[0] == group]:
             self._unpark(parked)
         for prefix in self._groups.pop(group):

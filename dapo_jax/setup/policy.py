@@ -109,7 +109,6 @@ def load_policy(
     if workdir is None:
         loaded = 0, programs.load_weights(dtype=config.model.compute_dtype), None
     else:
-        hosts.on_main(lambda: start.require_own(question, config, workdir))
         with contextlib.closing(Checkpoints(directory_of(config, workdir), keep=None)) as saved:
             if step == BEST:
                 step = hosts.on_main(lambda: best_step(config, workdir))
