@@ -93,6 +93,22 @@ def unfused(x):
     return jnp.maximum(x, jnp.finfo(jnp.float32).min)
 
 
+def einsum(spec, x, w, **options):
+    """Multiplies as jnp.einsum does, with adjacent axes that are summed over as one.
+
+    jnp.einsum would sum over them in the order of their letters, for which w is copied first.
+    """
+    x_axes, w_axes, _ = _letters(spec)
+    summed = "".join(axis for axis in w_axes if axis in x_axes)
+
+    def merged(array, axes):
+        at = axes.index(summed)
+        return array.reshape(*array.shape[:at], -1, *array.shape[at + len(summed) :])
+
+    operands = merged(x, x_axes), merged(w, w_axes)
+    return jnp.einsum(spec.replace(summed, summed[0]), *operands, **options)
+
+
 def product(project, spec, x, w, weights: Weights = WHOLE):
     """Multiplies by a weight matrix, float32: project(spec, x, w), an einsum, of both rounded."""
     x = x.astype(jnp.float32)
@@ -116,7 +132,7 @@ def _backward(project, spec, weights, residuals, d_out):
     x, w = residuals
     x_axes, w_axes, out_axes = _letters(spec)
     whole, d_out = weights.gather(w.astype(x.dtype), w_axes), d_out.astype(x.dtype)
-    times = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    times = functools.partial(einsum, preferred_element_type=jnp.float32)
     d_x = times(f"{out_axes},{w_axes}->{x_axes}", d_out, whole)
     d_w = times(f"{x_axes},{out_axes}->{w_axes}", x, d_out).astype(w.dtype)
     return d_x, weights.scatter(d_w, w_axes)
@@ -166,16 +182,12 @@ def _ragged(x, w, rows_E):
 
 
 def low_rank_product(spec, x, a, b, weights: Weights = WHOLE):
-    """Multiplies by A, then by B, float32; spec: of a product with the matrix A B.
-
-    a: its last axis is the rank; those before it count as one where spec has one.
-    """
+    """Multiplies by A, then by B, float32; spec: of a product with the matrix A B."""
     x_axes, w_axes, out_axes = _letters(spec)
     kept, out = (re.sub(f"[{of}]", "", axes) for of, axes in ((w_axes, x_axes), (x_axes, w_axes)))
     summed = re.sub(f"[{kept}]", "", x_axes)
-    a = a.reshape(-1, a.shape[-1])
-    h = product(jnp.einsum, f"{x_axes},{summed}R->{kept}R", x, a, weights)
-    return product(jnp.einsum, f"{kept}R,R{out}->{out_axes}", h, b, weights)
+    h = product(einsum, f"{x_axes},{summed}R->{kept}R", x, a, weights)
+    return product(einsum, f"{kept}R,R{out}->{out_axes}", h, b, weights)
 
 
 def _letters(spec):

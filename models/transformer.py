@@ -33,7 +33,7 @@ from models.parameters import (
     norm,
     normal,
 )
-from models.precision import WHOLE, Weights, lookup, low_rank_product, product, rounded
+from models.precision import WHOLE, Weights, einsum, lookup, low_rank_product, product, rounded
 
 # What a layer keeps for the backward pass beside its input; the rest is computed again (Chen et al.
 # 2016, arXiv 1604.06174). The products are those with weight matrices of which something comes
@@ -131,7 +131,7 @@ class Execution:
     gives the parameters to compute with, LoRA's factors among them.
     """
 
-    project: Callable = jnp.einsum
+    project: Callable = einsum
     weights: Weights = WHOLE
     axis: str | None = None
     gather: Callable = lambda x_BTD: x_BTD
@@ -210,8 +210,8 @@ class Layer(nnx.Module):
         """
         eps, weights = self.config.rms_norm_eps, execution.weights
 
-        def times(spec, x, w, name, project=execution.project):
-            out = product(project, spec, x, w, weights)
+        def times(spec, x, w, name):
+            out = product(execution.project, spec, x, w, weights)
             if name not in factors:
                 return out
             return out + low_rank_product(spec, x, *factors[name], weights)
@@ -226,10 +226,7 @@ class Layer(nnx.Module):
         heads = rope(q, cos_sin), rope(k, cos_sin), v
         q, k, v = (checkpoint_name(x.astype(dtype), PRODUCT) for x in heads)
         out, kept = attend(q, k, v)
-        # Heads as one axis: XLA sums over two in an order for which it copies the matrix first.
-        out, o = out.reshape(*out.shape[:2], -1), self.o_NHD[...]
-        o = o.reshape(-1, o.shape[-1])
-        out = execution.reduce(times("BTZ,ZD->BTD", out, o, "o", project=jnp.einsum))
+        out = execution.reduce(times("BTNH,NHD->BTD", out, self.o_NHD[...], "o"))
         x_BTD = x_BTD + self.added(out, "attn")
         x_BTD = checkpoint_name(x_BTD, PRODUCT)
         h = execution.gather(self.norm(x_BTD, self.mlp_norm_D[...], eps=eps).astype(dtype))
@@ -333,7 +330,7 @@ class Transformer(nnx.Module):
 
 
 def hidden_layer_by_layer(
-    params, config: ModelConfig, tokens_BT, position_BT, attends, *, project=jnp.einsum, axis
+    params, config: ModelConfig, tokens_BT, position_BT, attends, *, project=einsum, axis
 ):
     """Runs the sampler's parameters: (normed last hidden states, what layers kept, routes).
 
@@ -423,13 +420,12 @@ def unstack(params: dict[str, Any]) -> dict[str, Any]:
 def transposed(layer: dict[str, Any]) -> dict[str, Any]:
     """Stores a layer's matrices with D, the axis that all have, at the other end: x_DF as x_FD.
 
-    Names say so too; vectors, attention's output projection and experts stay. Twice gives the layer
-    back.
+    Names say so too; vectors and experts stay. Twice gives the layer back.
     """
 
     def transpose(name, array):
         stem, _, axes = name.rpartition("_")
-        if stem == "o" or axes == "D" or "D" not in axes or "E" in axes:
+        if axes == "D" or "D" not in axes or "E" in axes:
             return name, array
         if axes[0] == "D":
             return f"{stem}_{axes[1:]}D", jnp.moveaxis(array, 0, -1)

@@ -27,7 +27,7 @@ PLACES = {  # of a layer's products by their einsum, and what attention and the 
     "BTD,DNH->BTNH": "input of queries",
     "BTD,DKH->BTKH": "input of keys and values",
     "attention": "queries, keys and values in attention",
-    "BTZ,ZD->BTD": "attention's result",
+    "BTNH,NHD->BTD": "attention's result",
     "BTD,DF->BTF": "input of the feed-forward",
     "kept": "gate and up, kept for the backward pass",
     "BTF,FD->BTD": "gate times up",

@@ -5,7 +5,6 @@ import functools
 from collections.abc import Callable, Mapping
 
 import jax
-import jax.numpy as jnp
 
 from models.kernels import (
     cpu,
@@ -19,6 +18,7 @@ from models.kernels import (
     xla,
 )
 from models.kernels.pages_tpu import LANES
+from models.precision import einsum
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class Kernels:
 
     attend_rows: Callable
     sample_product: Callable
-    learn_product: Callable = jnp.einsum
+    learn_product: Callable = einsum
     shares_prompts: bool = True
     part_multiple: int = 1
     attend_pages: Callable | None = None
@@ -97,7 +97,7 @@ def _tpu(*, interpret: bool) -> Kernels:
         copy_pages=functools.partial(pages_tpu.copy_pages, interpret=interpret),
         page_tokens=lambda C, H: C if interpret or H % LANES == 0 else C + -C % LANES,
         # A CPU's product where a CPU interprets the kernels: so its rows keep their bits.
-        sample_product=cpu.of_matrices if interpret else jnp.einsum,
+        sample_product=cpu.of_matrices if interpret else einsum,
         wide_options={} if interpret else _tiles(32),
         update_options={} if interpret else ASYNCHRONOUS | _tiles(48),
         platform="cpu" if interpret else "tpu",
@@ -110,7 +110,7 @@ def _gpu(*, interpret: bool) -> Kernels:
         attend_pages=functools.partial(paged_gpu.paged_attention, interpret=interpret),
         write_pages=xla.write_pages,
         page_tokens=lambda C, H: C if interpret else triton.padded(C),
-        sample_product=cpu.of_matrices if interpret else jnp.einsum,  # as in `_tpu`
+        sample_product=cpu.of_matrices if interpret else einsum,  # as in `_tpu`
         platform="cpu" if interpret else "gpu",
     )
 

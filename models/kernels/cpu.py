@@ -10,18 +10,22 @@ import re
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
+
+from models.precision import einsum
 
 # Of all programs: products by themselves, not fused with others, that add up one term after the
-# other, in blocks of 512. Else their order depends on the shapes: there are one, two or four sums.
+# other, in blocks of BLOCK_TERMS. Else their order depends on the shapes: one, two or four sums.
 # And all is rounded to bfloat16 where the program says so, whatever it is fused with.
 OPTIONS = {
     "xla_allow_excess_precision": False,
     "xla_cpu_enable_platform_dependent_math": False,
     "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT",
 }
-# With so many rows weights on the left of a product are read faster; fewer rows, or columns, have
-# another order of sums there.
-LEFT_ROWS = range(64, 129)
+BLOCK_TERMS = 512
+# With so many rows weights on the left of a product are read faster. Where there are more terms
+# than a block has, fewer than WIDE rows or columns have another order of sums there.
+LEFT_ROWS, WIDE = range(8, 129), 64
 
 
 def of_matrices(spec, x, w, **options):
@@ -38,8 +42,11 @@ def of_matrices(spec, x, w, **options):
     terms, barrier = math.prod(size[axis] for axis in summed), jax.lax.optimization_barrier
     x_RZ = barrier(jnp.einsum(f"{x_axes}->{of_x}{summed}", x).reshape(-1, terms))
     w_FZ = barrier(jnp.einsum(f"{w_axes}->{of_w}{summed}", w).reshape(-1, terms))
-    if len(x_RZ) in LEFT_ROWS and len(w_FZ) >= LEFT_ROWS.start:
+    in_order = terms <= BLOCK_TERMS or min(len(x_RZ), len(w_FZ)) >= WIDE
+    if len(x_RZ) in LEFT_ROWS and in_order:
         out_RF = barrier(jnp.einsum("FZ,RZ->FR", w_FZ, x_RZ, **options)).T
+        # As the other form's: what sums over its columns has an order by how they lie.
+        out_RF = with_layout_constraint(out_RF, Layout((0, 1)))
     else:
         out_RF = barrier(jnp.einsum("RZ,FZ->RF", x_RZ, w_FZ, **options))
     out = out_RF.reshape([size[axis] for axis in of_x + of_w])
@@ -52,18 +59,18 @@ def small_side_transposed(spec, x, w, preferred_element_type=None):
 
     XLA transposes the first of them, whatever it is, and what made it is computed in that order.
     """
-    return jnp.einsum(spec, x, w, preferred_element_type=preferred_element_type)
+    return einsum(spec, x, w, preferred_element_type=preferred_element_type)
 
 
 def _forward(spec, x, w, preferred_element_type):
-    return jnp.einsum(spec, x, w, preferred_element_type=preferred_element_type), (x, w)
+    return small_side_transposed(spec, x, w, preferred_element_type), (x, w)
 
 
 def _backward(spec, _, residuals, d_out):
     x, w = residuals
     x_axes, w_axes, out_axes = re.split(",|->", spec)
     rows = sum(axis in out_axes for axis in x_axes)
-    d_x = jnp.einsum(f"{out_axes},{w_axes}->{x_axes}", d_out, w)
+    d_x = einsum(f"{out_axes},{w_axes}->{x_axes}", d_out, w)
     x, d_out = (a.reshape(math.prod(a.shape[:rows]), -1) for a in (x, d_out))
     barrier = jax.lax.optimization_barrier
     d_w = barrier(x.T) @ d_out if x.shape[1] <= d_out.shape[1] else (barrier(d_out.T) @ x).T
