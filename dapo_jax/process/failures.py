@@ -37,10 +37,10 @@ KINDS = {
 }
 # The errors of a path that leads nowhere: a flipped bit may be in the name of a file.
 MISSING = ("ENOENT", "ENOTDIR", "EISDIR", "ENAMETOOLONG")
-OS_ERROR = re.compile(r"OS error (\d+)|os_error_code='(\d+)'")  # tensorstore's, by its version
+OS_ERROR = re.compile(r"(?:OS error |os_error_code=')(\d+)")  # tensorstore's, by its version
 # Their errors without a status of HTTP are of the way to a bucket: gcsfs lets them through.
 NETWORK = ("aiohttp.", "requests.", "urllib3.", "google.auth.", "httpx.", "httpx2.")
-PATH = re.compile(r"[\"'](/[^\"']+|\w+://[^\"']+)[\"']|(gs://[^\s\"':]+)")
+PATH = re.compile(r"(?<=[\"'])(?:/|\w+://)[^\"']+(?=[\"'])|gs://[^\s\"':]+")
 MEMORY_TEXT = re.compile("too many open files|cannot allocate|out of memory", re.IGNORECASE)
 
 
@@ -102,17 +102,16 @@ def is_damage(error: BaseException) -> bool:
 def cause_of(error: BaseException) -> Cause | None:
     """Returns the cause of a failed read or write; None for other errors."""
     for link in _chain(error):
-        status, number, path = _http_status(link), None, None
+        status, number = _http_status(link), None
         text = (f"HTTP {status}: " if status else "") + " ".join(str(link).split())
-        if named := PATH.search(text):
-            path = named[1] or named[2]
+        path = named[0] if (named := PATH.search(text)) else "the storage"
         if isinstance(link, OSError):
             number, path = link.errno, link.filename2 or link.filename or path
         theirs = not raised_by_us(link) and type(link).__name__ != "JaxRuntimeError"
         if theirs and (match := OS_ERROR.search(text)):
-            number = int(match[1] or match[2])
+            number = int(match[1])
         # Without what Orbax adds to a checkpoint's until it is complete.
-        path = os.fsdecode(path or "the storage").partition(".orbax-checkpoint-tmp")[0]
+        path = os.fsdecode(path).partition(".orbax-checkpoint-tmp")[0]
         system = errno.errorcode.get(number, "")
         name = system or (text if theirs or status else "")
         kinds = (it for pattern, it in KINDS.items() if re.search(pattern, name, re.IGNORECASE))
