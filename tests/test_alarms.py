@@ -59,7 +59,7 @@ def test_every_alarm_has_a_row_that_sets_it_off_alone(name, row, key):
     assert [r.get(f"alarm/{name}", 0) for r in rows] == [0, 0, 1, 2, 0]
     assert sum(len(r) for r in rows) == 5 * len(rows[0]) + 2  # no other alarm's key
     (said, *end) = lines
-    assert said.startswith(f"alarm at step {first}") and key in said
+    assert said.startswith(f"alarm at step {first}") and key in said and "nan" not in said
     assert end == [f"step 4: no more {name.replace('_', ' ')} after 2"] * (first == 2)
 
 
@@ -110,6 +110,7 @@ def test_tools_that_are_no_longer_called_are_an_alarm():
     _, lines, _ = run_of([{"task/calls": calls} for calls in (2.0, 1.0, 0.1, 0.1)])
     assert len(lines) == 1 and "0.1 tool calls, and had 2 at first" in lines[0]
     assert not run_of([{"task/calls": 0.0}] * 3)[1]  # there are no tools
+    assert not run_of([{"task/calls": 2.0}, {}])[1]  # no problem of the step had them: a KeyError
 
 
 def test_a_run_stops_after_so_many_updates_left_out_in_a_row_over_steps_and_in_one():

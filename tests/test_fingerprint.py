@@ -175,14 +175,6 @@ def test_a_run_of_an_older_version_goes_on():
         said_of(fingerprint_of(**{"learner.decay": "linear"}), old)
 
 
-def test_a_run_graded_before_the_library_had_its_name_is_refused():
-    """The rules "math_verify" were the project's own, which are called symbolic."""
-    now = fingerprint_of(**{"verifier.rules": "math_verify"})
-    assert said_of(now, now) == []
-    with pytest.raises(ValueError, match=r"'math_verify' is the published library.*'symbolic'"):
-        said_of(now, now | {"modules": {}})
-
-
 def test_the_same_texts_as_other_tokens_are_another_runs():
     a, b = (
         fingerprint.of_prompts([Prompt(np.array([1, last], np.int32), Example((), "", "", 0))])

@@ -12,7 +12,6 @@ from configs.compare import config_differences
 from dapo_jax.process import hosts
 
 WEIGHTS = ".safetensors"
-LIBRARY = "math_verify"  # rules whose code is no file of this project
 SHOWN_DIFFERENCES = 5
 
 
@@ -123,21 +122,12 @@ def _files(old: Mapping, new: Mapping) -> Iterator[str]:
                 yield f"{key}: {name} differs"
 
 
-def _modules(old: Mapping, new: Mapping) -> Iterator[str]:
-    yield from _files(old, new)
-    if "verifier.rules" in new.keys() - old.keys():
-        yield (
-            f"verifier.rules {LIBRARY!r} is the published library, but was the project's own "
-            "equality, of which the name is 'symbolic'"
-        )
-
-
 def _origin(old: str | None, new: str | None) -> Iterator[str]:
     if new not in (None, old):
         yield f"--start is {new!r}, but it began {'from ' + old if old else 'without one'}"
 
 
-PARTS = {"data": _stream, "eval": _sets, "files": _files, "modules": _modules, "origin": _origin}
+PARTS = {"data": _stream, "eval": _sets, "files": _files, "modules": _files, "origin": _origin}
 
 
 def listed(texts: Sequence[str]) -> str:

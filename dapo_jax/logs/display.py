@@ -16,8 +16,7 @@ from dapo_jax.printable import printable, shortened
 QUIET_SECONDS = 60.0  # a log that has been silent for so long also shows the phases of a step
 PROGRESS_COLUMNS = 79  # of the line of progress, which must not wrap
 ETA_STEPS = 20  # the remaining time rests on the median of so many last steps
-PROMPT_CHARACTERS = 120
-RESPONSE_CHARACTERS = 400
+SHOWN_CHARACTERS = {"ground_truth": 60, "prediction": 60, "prompt": 120, "response": 400}
 
 
 def format_duration(seconds: float) -> str:
@@ -44,10 +43,8 @@ class Display:
     """
 
     def __init__(self, num_steps: int, first_step: int, log: Callable[[str], None] | None):
-        self._log = log
-        self._is_terminal = sys.stdout.isatty()
-        self._num_steps = num_steps
-        self._done = first_step
+        self._log, self._is_terminal = log, sys.stdout.isatty()
+        self._num_steps, self._done = num_steps, first_step
         self._step_seconds = collections.deque(maxlen=ETA_STEPS)
         self._last_line_seconds = time.monotonic()
 
@@ -91,26 +88,22 @@ class Display:
             print(text, end=end, flush=True)
 
     def _eta(self) -> str:
-        if not self._step_seconds:
-            return "-"
-        left = self._num_steps - self._done
-        return format_duration(statistics.median(self._step_seconds) * left)
+        left, seconds = self._num_steps - self._done, self._step_seconds
+        return format_duration(statistics.median(seconds) * left) if seconds else "-"
 
 
 def described(row: Mapping) -> str:
     """Describes a response: a line with its verdict, then the ends of prompt and response."""
-
-    def text(value: str, limit: int = 60) -> str:
-        return printable(shortened(value.strip(), limit=limit))
-
+    shown = {
+        key: printable(shortened((row[key] or "(none)").strip(), limit=limit))
+        for key, limit in SHOWN_CHARACTERS.items()
+    }
     verdict = "correct" if row["correct"] else "wrong"
     if row["status"] not in ("", verdict):
         verdict += f": {row['status']}"
-    prediction = "(none)" if row["prediction"] is None else text(row["prediction"])
     end = "truncated" if row["truncated"] else "stop"
     return (
-        f"{verdict}, truth {text(row['ground_truth'])}, prediction {prediction}, reward "
+        f"{verdict}, truth {shown['ground_truth']}, prediction {shown['prediction']}, reward "
         f"{row['reward']:+.2f}, {row['tokens']} tokens, {end}\n"
-        f"  prompt    {text(row['prompt'], PROMPT_CHARACTERS)}\n"
-        f"  response  {text(row['response'], RESPONSE_CHARACTERS)}"
+        f"  prompt    {shown['prompt']}\n  response  {shown['response']}"
     )

@@ -5,12 +5,11 @@ A writer is a class with the methods of `Writer`, named "tensorboard", "wandb", 
 are in metrics.jsonl anyway.
 """
 
-import contextlib
 import importlib.util
 import json
 import pathlib
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dapo_jax.logs.files import write_file
@@ -159,22 +158,19 @@ class Writers:
     def __init__(self, names: Sequence[str], say: Callable[[str], None], *of_run):
         self._say, self._writers = say, {}
         for name in names:
-            with self._guarded(name):
-                self._writers[name] = find(name)(*of_run)
+            self._writers[name] = self._guarded(name, lambda name=name: find(name)(*of_run))
 
     def __call__(self, method: str, *arguments) -> None:
         """Calls a method of all of them that have it: step, evaluation, samples or close."""
-        for name, writer in list(self._writers.items()):
+        for name, writer in self._writers.items():
             if hasattr(writer, method):
-                with self._guarded(name):
-                    getattr(writer, method)(*arguments)
+                self._guarded(name, getattr(writer, method), *arguments)
 
-    @contextlib.contextmanager
-    def _guarded(self, name: str) -> Iterator[None]:
+    def _guarded(self, name: str, call: Callable, *arguments) -> Any:
         try:
-            yield
+            return call(*arguments)
         except Exception as error:
-            self._writers.pop(name, None)
+            self._writers[name] = None  # is called no more
             self._say(
                 f"note: the writer {name!r} of log.writers failed and is left out, the run goes on "
                 f"({brief(error)})"

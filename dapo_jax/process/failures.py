@@ -20,41 +20,37 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 RETRYABLE = 75  # exit status (EX_TEMPFAIL): no fault of the settings, the same command can go on
 LIMIT = 300  # characters of a library's message; tensorstore's are pages long
 AGAIN = "give the same command again"
-TRANSIENT = (
-    *(errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENETDOWN, errno.ENETUNREACH, errno.EAGAIN),
-    *(errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ECONNRESET, errno.ECONNREFUSED, errno.EBUSY),
-    *(errno.ECONNABORTED, errno.EREMOTEIO, errno.ENOTCONN, errno.EPIPE),
-)
-# The errors of a path that leads nowhere: a flipped bit may be in the name of a file.
-MISSING = ("ENOENT", "ENOTDIR", "EISDIR", "ENAMETOOLONG")
-MISSING_ERRORS = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # Orbax's have no errno
-OS_ERROR = re.compile(r"OS error (\d+)|os_error_code='(\d+)'")  # tensorstore's, by its version
-# Their errors without a status of HTTP are of the way to a bucket: gcsfs lets them through.
-NETWORK = ("aiohttp.", "requests.", "urllib3.", "google.auth.", "httpx.", "httpx2.")
-PATH = re.compile(r"[\"'](/[^\"']+|\w+://[^\"']+)[\"']|(gs://[^\s\"':]+)")
-MEMORY_TEXT = re.compile("too many open files|cannot allocate|out of memory", re.IGNORECASE)
-
-
-class Cause(NamedTuple):
-    """The reason of a failed read or write: in words, what a person does, whether it may pass."""
-
-    words: str
-    advice: str = f"mend that and {AGAIN}"
-    transient: bool = False
-
-
-LATER = Cause("the storage does not answer for the moment", AGAIN, transient=True)
-DENIED = Cause("this user may not do that", "give the right to read and write it, or another path")
+MEND = f"mend that and {AGAIN}"
+DENIED = ("this user may not do that", "give the right to read and write it, or another path")
+LATER = ("the storage does not answer for the moment", AGAIN)
 HTTP = r"HTTP[ _](status|response|error)?([ _]code)?[:=]?[ ']?"
-# What libraries write, a status of HTTP and tensorstore's own codes among it, and its cause.
-TEXTS = {
-    rf"{HTTP}40[13]|PERMISSION_DENIED|UNAUTHENTICATED|^forbidden|bucket does not exist"
-    r"|default credentials were not found": DENIED,
-    rf"{HTTP}(408|429|50[0234])|\b(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|CANCELLED):"
+# The system's names of errors, and what libraries write, a status of HTTP and tensorstore's own
+# codes among it: in words, and what a person does.
+KINDS = {
+    rf"^(EACCES|EPERM)$|{HTTP}40[13]|PERMISSION_DENIED|UNAUTHENTICATED|^forbidden"
+    r"|bucket does not exist|default credentials were not found": DENIED,
+    r"^E(IO|STALE|AGAIN|BUSY|PIPE|REMOTEIO|TIMEDOUT|NOTCONN|(CONN|HOST|NET)[A-Z]+)$"
+    rf"|{HTTP}(408|429|50[0234])|\b(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|CANCELLED):"
     r"|too many requests|service unavailable|bad gateway|gateway time-?out|internal server error"
     r"|rateLimitExceeded|backendError|max retries exceeded|temporary failure in name resolution"
     r"|curl error": LATER,
 }
+# The errors of a path that leads nowhere: a flipped bit may be in the name of a file.
+MISSING = ("ENOENT", "ENOTDIR", "EISDIR", "ENAMETOOLONG")
+OS_ERROR = re.compile(r"(?:OS error |os_error_code=')(\d+)")  # tensorstore's, by its version
+# Their errors without a status of HTTP are of the way to a bucket: gcsfs lets them through.
+NETWORK = ("aiohttp.", "requests.", "urllib3.", "google.auth.", "httpx.", "httpx2.")
+PATH = re.compile(r"(?<=[\"'])(?:/|\w+://)[^\"']+(?=[\"'])|gs://[^\s\"':]+")
+MEMORY_TEXT = re.compile("too many open files|cannot allocate|out of memory", re.IGNORECASE)
+
+
+class Cause(NamedTuple):
+    """The reason of a failed read or write: where, its short name, in words, what a person does."""
+
+    path: str
+    name: str
+    words: str
+    advice: str
 
 
 def explain(error: BaseException) -> tuple[str, int]:
@@ -63,14 +59,12 @@ def explain(error: BaseException) -> tuple[str, int]:
     The line has the path, the cause, and what to do. Status 75: the same command can go on as it
     is. Any other error is its own text.
     """
-    found = cause_of(error)
-    status = RETRYABLE if found and found[1].transient else 1
-    if found is None or is_refusal(error):
-        text = " ".join(str(error).split()) or type(error).__name__
-        short = len(text) <= LIMIT or raised_by_us(error)
-        return text if short else f"{text[:LIMIT]} ...", status
-    path, cause, name = found
-    return f"{path or 'the storage'}: {cause.words} ({name}); {cause.advice}", status
+    cause, status = cause_of(error), RETRYABLE if is_transient(error) else 1
+    if cause and not is_refusal(error):
+        return f"{cause.path}: {cause.words} ({cause.name}); {cause.advice}", status
+    text = " ".join(str(error).split()) or type(error).__name__
+    is_short = len(text) <= LIMIT or raised_by_us(error)
+    return text if is_short else f"{text[:LIMIT]} ...", status
 
 
 def is_refusal(error: BaseException) -> bool:
@@ -87,7 +81,7 @@ def is_explained(error: BaseException) -> bool:
 def is_transient(error: BaseException) -> bool:
     """Returns whether reading again, some time later, may well succeed."""
     cause = cause_of(error)
-    return cause is not None and cause[1].transient
+    return cause is not None and cause.advice == AGAIN
 
 
 def is_damage(error: BaseException) -> bool:
@@ -96,44 +90,40 @@ def is_damage(error: BaseException) -> bool:
     Orbax and tensorstore raise errors of any type for cut or malformed files. Denied access, a lack
     of memory (the devices' too) and transient errors are no fault of a file.
     """
-    if isinstance(error, MISSING_ERRORS):
-        return True
+    if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
+        return True  # Orbax's have no errno
     if cause := cause_of(error):
-        return cause[2] in MISSING
+        return cause.name in MISSING
     if isinstance(error, OSError | MemoryError) or type(error).__name__ == "JaxRuntimeError":
         return False
     return not MEMORY_TEXT.search(str(error))
 
 
-def cause_of(error: BaseException) -> tuple[str | None, Cause, str] | None:
-    """Returns (path, cause, its short name) of a failed read or write; None for other errors."""
+def cause_of(error: BaseException) -> Cause | None:
+    """Returns the cause of a failed read or write; None for other errors."""
     for link in _chain(error):
-        number = getattr(link, "errno", None)
-        if isinstance(link, OSError) and number in errno.errorcode:
-            cause = of_errno(number)._replace(words=str(link.strerror))
-            return _text(link.filename2 or link.filename), cause, errno.errorcode[number]
-        status = _http_status(link)
-        text = f"HTTP {status}: {link}" if status else str(link)
-        named = PATH.search(text)
-        path = _text(named[1] or named[2]) if named else None
+        status, number = _http_status(link), None
+        text = (f"HTTP {status}: " if status else "") + " ".join(str(link).split())
+        path = named[0] if (named := PATH.search(text)) else "the storage"
+        if isinstance(link, OSError):
+            number, path = link.errno, link.filename2 or link.filename or path
         theirs = not raised_by_us(link) and type(link).__name__ != "JaxRuntimeError"
         if theirs and (match := OS_ERROR.search(text)):
-            number = int(match[1] or match[2])
-            return path, of_errno(number), errno.errorcode.get(number, str(number))
-        for pattern, cause in TEXTS.items() if theirs or status else ():
-            if re.search(pattern, text, re.IGNORECASE):
-                return path, cause, " ".join(text.split())[:LIMIT]
+            number = int(match[1])
+        # Without what Orbax adds to a checkpoint's until it is complete.
+        path = os.fsdecode(path).partition(".orbax-checkpoint-tmp")[0]
+        system = errno.errorcode.get(number, "")
+        name = system or (text if theirs or status else "")
+        kinds = (it for pattern, it in KINDS.items() if re.search(pattern, name, re.IGNORECASE))
+        words, advice = next(kinds, ("", MEND))
+        if system:
+            return Cause(path, system, getattr(link, "strerror", "") or os.strerror(number), advice)
+        if words:
+            return Cause(path, name[:LIMIT], words, advice)
         lost = not status and f"{type(link).__module__}.".startswith(NETWORK)
         if lost or isinstance(link, TimeoutError | ConnectionError):
-            return path, LATER, type(link).__name__
+            return Cause(path, type(link).__name__, *LATER)
     return None
-
-
-def of_errno(number: int) -> Cause:
-    """Makes a cause of the system's error number, in the system's words."""
-    if number in (errno.EACCES, errno.EPERM):
-        return DENIED
-    return (LATER if number in TRANSIENT else Cause(""))._replace(words=os.strerror(number))
 
 
 def brief(error: BaseException) -> str:
@@ -144,9 +134,7 @@ def brief(error: BaseException) -> str:
 def raised_by_us(error: BaseException) -> bool:
     """Returns whether our own check refused something: a library's error needs its traceback."""
     frames = traceback.extract_tb(error.__traceback__)
-    if not frames:
-        return False
-    innermost = pathlib.Path(frames[-1].filename)
+    innermost = pathlib.Path(frames[-1].filename if frames else "")
     return innermost.is_relative_to(ROOT) and "site-packages" not in innermost.parts
 
 
@@ -187,12 +175,6 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 def _http_status(error: BaseException) -> str:
     """The status of a bucket's answer: gcsfs, aiohttp, requests and google.api_core name it."""
     response = getattr(error, "response", None)
-    for holder, name in ((response, "status_code"), (error, "status"), (error, "code")):
-        if re.fullmatch(r"[45]\d\d", status := str(getattr(holder, name, ""))):
-            return status
-    return ""
-
-
-def _text(path) -> str | None:
-    """A path as text, without what Orbax adds to a checkpoint's until it is complete."""
-    return None if path is None else os.fsdecode(path).partition(".orbax-checkpoint-tmp")[0]
+    holders = ((response, "status_code"), (error, "status"), (error, "code"))
+    values = (str(getattr(holder, name, "")) for holder, name in holders)
+    return next((value for value in values if re.fullmatch(r"[45]\d\d", value)), "")

@@ -167,7 +167,12 @@ def answered_in_child(answer: Callable[[], bytes], cpu_seconds: float) -> Reply:
     if child == 0:
         status = 1
         try:
-            _limit(cpu_seconds)
+            signal.setitimer(signal.ITIMER_PROF, cpu_seconds)  # the kernel ends it by SIGPROF
+            with contextlib.suppress(ValueError, OSError):  # not every system has what follows
+                pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
+                most = pages * resource.getpagesize() + MEMORY_BYTES
+                _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
+                resource.setrlimit(resource.RLIMIT_AS, (most, hard_limit))
             os.write(writer, answer())
             status = 0
         except MemoryError:
@@ -178,17 +183,5 @@ def answered_in_child(answer: Callable[[], bytes], cpu_seconds: float) -> Reply:
     with os.fdopen(reader, "rb") as pipe:
         sent = pipe.read()
     ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if ended == 0:
-        return Reply("done", sent)
     ends = {-signal.SIGPROF: "timeout", _MEMORY_EXIT: "memory", -signal.SIGKILL: "killed"}
-    return Reply(ends.get(ended, "crashed"))
-
-
-def _limit(cpu_seconds: float) -> None:
-    """Limits this process: the kernel ends it by SIGPROF after so much CPU time."""
-    signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
-    with contextlib.suppress(ValueError, OSError):  # not every system has what follows
-        pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
-        used = pages * resource.getpagesize()
-        _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, hard_limit))
+    return Reply("done", sent) if ended == 0 else Reply(ends.get(ended, "crashed"))
