@@ -8,7 +8,7 @@ import pytest
 from configs import any_model, base, one_gpu, tiny
 from dapo_jax import learner
 from dapo_jax.preflight import examine
-from dapo_jax.setup import auto_sizes, checks, components, start
+from dapo_jax.setup import auto_sizes, checks, components, memory, start
 
 OPEN = ("learner.row_tokens", "learner.micro_batch_rows", "rollout.slot_tokens")
 OPEN += ("rollout.cache_mib",)
@@ -123,7 +123,7 @@ def test_a_model_alone_gets_its_lengths_and_cache(monkeypatch):
     share = 8 * 2**20 * jax.local_device_count() / host_bytes  # 8 MiB: fewer slots than requests
     monkeypatch.setattr(auto_sizes, "HOST_SHARE", share)
     assert 1 <= slots(fitted(100, 200, **few)) < 50
-    monkeypatch.setattr(auto_sizes, "_device_bytes", lambda: 3 * 2**20)  # 2 MiB are weights
+    monkeypatch.setattr(memory, "device_limit", lambda: 3 * 2**20)  # 2 MiB are weights
     message = r"of 20,480 \(.*--max_tokens\) does not fit .*mesh\.model"
     with pytest.raises(ValueError, match=message):
         fitted(100, 1)
