@@ -34,7 +34,7 @@ def phases(p: components.Programs) -> dict[str, dict[str, int]]:
 
     In "reshard" the sampler's weights are made. With partial rollouts the cache is never given up.
     """
-    batch = learner.abstract_batch(p.learning, learner.row_lengths(p.learning)[-1], p.mesh)
+    batch = learner.abstract_batch(p.settings, learner.row_lengths(p.settings)[-1], p.mesh)
     state = {"state": device_bytes(p.state), "start weights": device_bytes(p.start_weights)}
     weights = {"sampler's weights": device_bytes(p.engine.params)}
     cache = {CACHE: device_bytes(p.engine.pages)}
