@@ -7,7 +7,7 @@ import math
 import jax
 from ml_collections import ConfigDict
 
-from dapo_jax.preflight.chips import Chip, chip_of
+from dapo_jax.preflight.chips import GIB, Chip, chip_of
 from dapo_jax.preflight.compile import (
     any_tokenizer,
     compiled_programs,
@@ -16,7 +16,7 @@ from dapo_jax.preflight.compile import (
     without_weights,
 )
 from dapo_jax.setup import auto_sizes, components, memory, start
-from dapo_jax.setup.memory import GIB, device_bytes
+from dapo_jax.setup.memory import device_bytes
 
 WANTED_HEADROOM = 0.10
 UPDATES = ("update", "old_logp")  # the learner's programs

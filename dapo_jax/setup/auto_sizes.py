@@ -135,14 +135,7 @@ def fit_training(config: ConfigDict, *_, devices=None, device_bytes: int | None 
     fit_cache(config, requests, training=True, devices=devices, device_bytes=device_bytes)
 
 
-def fit_cache(
-    config: ConfigDict,
-    requests: int,
-    *,
-    training: bool = False,
-    devices=None,
-    device_bytes: int | None = None,
-) -> None:
+def fit_cache(config, requests: int, *, training=False, devices=None, device_bytes=None) -> None:
     """Fills in the cache: slots for so many requests, as memory and a CPU's cores allow.
 
     training: whether the training state is on the devices too. devices, device_bytes: as of

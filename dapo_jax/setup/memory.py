@@ -12,7 +12,7 @@ import jax
 from dapo_jax import learner
 from dapo_jax.setup import components
 
-MIB, GIB = 2**20, 2**30
+MIB = 2**20
 CACHE = "keys and values"
 
 
