@@ -3,7 +3,7 @@
 A config (tiny.py, qwen2_5_32b.py) starts from `get_config()` and sets what differs. `FILE:PRESET`
 on the command line applies a row of the paper's Table 1, or another paper's loss, to any config.
 A new key is a line of KEYS; `--help`, the checks and its type on the command line follow. One that
-an update reads is a field of dapo_jax.learner.Learning too.
+an update reads is a field of dapo_jax.learner.UpdateSettings too.
 """
 
 import dataclasses

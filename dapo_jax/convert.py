@@ -65,11 +65,11 @@ def convert(
         workdir = pathlib.Path(from_path)
         run_config = policy.run_config(workdir, trust_code=trust_code)
         run, _, params, start = policy.load_policy(run_config, workdir, lambda *_: None, step=step)
-        config, learning = run.programs.sizes, run.programs.learning
+        config, settings = run.programs.sizes, run.programs.settings
         model_path = hub.local(run_config.model.path)
-        dtype = dtype or ("float32" if learning.lora else run_config.model.compute_dtype)
+        dtype = dtype or ("float32" if settings.lora else run_config.model.compute_dtype)
         if to_kind == "peft":
-            if not learning.lora:
+            if not settings.lora:
                 raise ValueError(f"--to is {target!r}, but {source} has learner.lora_rank = 0")
             if model_path and sees_images(model_path):  # PEFT would find none of our names in it
                 raise ValueError(
@@ -79,10 +79,10 @@ def convert(
             require_finite(params, f"--from={source}")
             with _complete(to_path) as folder:
                 base = hub.named(run_config.model.path)
-                peft.save_peft(params, config, learning.lora, folder, base=base, dtype=dtype)
-            return f"{source} -> {target}: LoRA of rank {learning.lora.rank} in {dtype}"
-        if learning.lora:
-            params = learner.policy_weights(params, start, learning)
+                peft.save_peft(params, config, settings.lora, folder, base=base, dtype=dtype)
+            return f"{source} -> {target}: LoRA of rank {settings.lora.rank} in {dtype}"
+        if settings.lora:
+            params = learner.policy_weights(params, start, settings)
         params, start = optax.tree.cast(params, dtype), None  # lets go of them
         tokenizer_path = epath.Path(hub.local(run_config.tokenizer.path) or model_path)
         kept = _kept(read_config(model_path)) if model_path else {}

@@ -42,7 +42,7 @@ class TrainState:
 
 
 @dataclasses.dataclass(frozen=True)
-class Learning:
+class UpdateSettings:
     """The constants of an update, under the names of the config's keys (configs/base.py).
 
     temperature: the sampler's. vocab_size: the tokenizer's. update_responses: of a mini-batch.
@@ -87,9 +87,9 @@ class Learning:
     kernels: Kernels
 
 
-def optimizer(learning: Learning) -> optax.GradientTransformation:
+def optimizer(settings: UpdateSettings) -> optax.GradientTransformation:
     """Clips by the global norm, then AdamW (arXiv 1711.05101) for a learning rate of 1."""
-    s = learning
+    s = settings
     return optax.chain(
         optax.clip_by_global_norm(s.max_grad_norm),
         optax.adamw(1.0, b1=s.adam_b1, b2=s.adam_b2, eps=s.adam_eps, weight_decay=s.weight_decay),
@@ -103,20 +103,20 @@ DECAYS = {  # of the learning rate, from 1 to 0: the number of steps -> optax's 
 }
 
 
-def scheduled_rate(step: int, learning: Learning, *, num_steps: int) -> float:
+def scheduled_rate(step: int, settings: UpdateSettings, *, num_steps: int) -> float:
     """Warms up linearly over rollout steps, then decays; the last step is the last above 0.
 
     Step 0 trains at learning_rate / warmup_steps.
     """
-    s = learning
+    s = settings
     rate = s.learning_rate * min(1.0, (step + 1) / max(s.warmup_steps, 1))
     decayed = DECAYS[s.decay](max(1, num_steps - s.warmup_steps))
     return rate * float(decayed(max(0, step - s.warmup_steps)))
 
 
-def init_state(params, learning: Learning) -> TrainState:
+def init_state(params, settings: UpdateSettings) -> TrainState:
     """Makes the state before the first update."""
-    return TrainState(params, optimizer(learning).init(params))
+    return TrainState(params, optimizer(settings).init(params))
 
 
 def spread(w, key):
@@ -134,34 +134,34 @@ def spread(w, key):
     return jnp.where(able, jax.lax.bitcast_convert_type(moved, jnp.float32), w)
 
 
-def policy_weights(params, start_weights, learning: Learning):
+def policy_weights(params, start_weights, settings: UpdateSettings):
     """Makes all of the policy's weights: what is trained, in the compute dtype.
 
     With LoRA the start's, of which the adapted ones are float32 sums.
     """
-    if learning.lora is None:
-        return optax.tree.cast(params, learning.compute_dtype)
+    if settings.lora is None:
+        return optax.tree.cast(params, settings.compute_dtype)
     with products_in("float32"):
-        layers = adapted(start_weights["layers"], params["layers"], scale=learning.lora.scale)
+        layers = adapted(start_weights["layers"], params["layers"], scale=settings.lora.scale)
     return start_weights | {"layers": layers}
 
 
-def sampled_weights(params, start_weights, learning: Learning):
+def sampled_weights(params, start_weights, settings: UpdateSettings):
     """Makes the weights that the sampler computes with: the policy's, or LoRA's factors beside."""
-    if learning.lora is None or learning.compute_dtype == "float32":
-        return policy_weights(params, start_weights, learning)
-    layers = beside(start_weights["layers"], params["layers"], scale=learning.lora.scale)
-    return start_weights | {"layers": optax.tree.cast(layers, learning.compute_dtype)}
+    if settings.lora is None or settings.compute_dtype == "float32":
+        return policy_weights(params, start_weights, settings)
+    layers = beside(start_weights["layers"], params["layers"], scale=settings.lora.scale)
+    return start_weights | {"layers": optax.tree.cast(layers, settings.compute_dtype)}
 
 
-def row_lengths(learning: Learning) -> tuple[int, ...]:
+def row_lengths(settings: UpdateSettings) -> tuple[int, ...]:
     """Returns the lengths that an update's rows may have: row_tokens, then an eighth more each.
 
     The eighth is rounded up to a whole `row_multiple`, as the TPU's attention has whole blocks.
     """
-    row_tokens, multiple = learning.row_tokens, row_multiple(learning.row_tokens)
+    row_tokens, multiple = settings.row_tokens, row_multiple(settings.row_tokens)
     more = -(-row_tokens // (8 * multiple)) * multiple
-    return tuple(row_tokens + i * more for i in range(learning.row_lengths))
+    return tuple(row_tokens + i * more for i in range(settings.row_lengths))
 
 
 def row_multiple(tokens: int) -> int:
@@ -169,18 +169,18 @@ def row_multiple(tokens: int) -> int:
     return ROW_MULTIPLE if tokens < LONG_ROW else LONG_ROW
 
 
-def most_micro(learning: Learning) -> int:
+def most_micro(settings: UpdateSettings) -> int:
     """Returns as many micro-batches as the responses of an update can ever need."""
-    return -(-learning.update_responses // learning.micro_batch_rows)
+    return -(-settings.update_responses // settings.micro_batch_rows)
 
 
-def make_batch(groups: Sequence[Group], advantage_PG: np.ndarray, learning: Learning) -> Batch:
+def make_batch(groups: Sequence[Group], advantage_PG, settings: UpdateSettings) -> Batch:
     """Packs one mini-batch of groups into host arrays [M, B, T], each token's weight included.
 
     The weights (Eq. 12) are those of the whole mini-batch, before any split; overlong filtering
     gives responses that were cut off weight 0.
     """
-    s = learning
+    s = settings
     longest = max(group.length_G.max() for group in groups)
     mask_PGT = np.zeros((*advantage_PG.shape, longest), bool)
     for p, g in np.ndindex(advantage_PG.shape):
@@ -213,39 +213,39 @@ def batch_shardings(batch: Batch, mesh) -> Batch:
     return jax.tree.map(lambda array: rows if array.ndim else whole, batch)
 
 
-def minibatch(groups, advantage_PG, learning: Learning, mesh) -> Batch:
+def minibatch(groups, advantage_PG, settings: UpdateSettings, mesh) -> Batch:
     """Makes one update's batch on the mesh."""
-    batch = make_batch(groups, advantage_PG, learning)
+    batch = make_batch(groups, advantage_PG, settings)
     return hosts.place(batch, batch_shardings(batch, mesh))
 
 
 def minibatches(
-    rollouts: Rollouts, advantage_PG: np.ndarray, learning: Learning, mesh
+    rollouts: Rollouts, advantage_PG: np.ndarray, settings: UpdateSettings, mesh
 ) -> Iterator[Batch]:
     """Makes the batches of a step's updates, one after the other, of its kept groups evenly.
 
     Adam takes a full step whatever the mini-batch's size: one left-over group must not make one.
     """
-    updates = -(-len(rollouts.kept) * advantage_PG.shape[1] // learning.update_responses)
+    updates = -(-len(rollouts.kept) * advantage_PG.shape[1] // settings.update_responses)
     for chosen in np.array_split(rollouts.kept, updates) if updates else ():
         groups = [rollouts.sampled[p] for p in chosen]
-        yield minibatch(groups, advantage_PG[chosen], learning, mesh)
+        yield minibatch(groups, advantage_PG[chosen], settings, mesh)
 
 
-def abstract_batch(learning: Learning, row_tokens: int, mesh) -> Batch:
+def abstract_batch(settings: UpdateSettings, row_tokens: int, mesh) -> Batch:
     """Stands for a batch on the mesh, with rows of one length, where an update is lowered."""
-    shape = (most_micro(learning), learning.micro_batch_rows, row_tokens)
+    shape = (most_micro(settings), settings.micro_batch_rows, row_tokens)
     rows = {
         name: jax.ShapeDtypeStruct((*shape, *d.shape), d.base)
-        for name, d in Batch.row_fields(learning.routes).items()
+        for name, d in Batch.row_fields(settings.routes).items()
     }
     batch = Batch(**rows, num_micro=jax.ShapeDtypeStruct((), jnp.int32))
     return rules.abstract(batch, batch_shardings(batch, mesh))
 
 
-def execution_of(learning: Learning, mesh, tokens: int) -> Execution:
+def execution_of(settings: UpdateSettings, mesh, tokens: int) -> Execution:
     """Returns how the learner computes the model on rows of so many tokens."""
-    dtype, kernels, lora = learning.compute_dtype, learning.kernels, learning.lora
+    dtype, kernels, lora = settings.compute_dtype, settings.kernels, settings.lora
     adapt = adapted if dtype == "float32" else beside
     return Execution(
         project=kernels.learn_product,
@@ -257,14 +257,14 @@ def execution_of(learning: Learning, mesh, tokens: int) -> Execution:
         axis="model" if mesh.shape["model"] > 1 else None,
         gather=functools.partial(rules.whole_rows, mesh=mesh, tokens=tokens),
         reduce=functools.partial(rules.split_sum, mesh=mesh, tokens=tokens, dtype=dtype),
-        remat=learning.remat,
+        remat=settings.remat,
         # Unrolled, XLA for CPUs would keep what is to be recomputed.
-        unroll=kernels.unrolls_layers and learning.remat == "none",
+        unroll=kernels.unrolls_layers and settings.remat == "none",
         adapt=lora and functools.partial(adapt, scale=lora.scale),
     )
 
 
-def forward(weights, adapters, micro: Batch, *, graph, mesh, learning: Learning):
+def forward(weights, adapters, micro: Batch, *, graph, mesh, settings: UpdateSettings):
     """Runs the model on a micro-batch: (x_BTD of the last layer, head_DV, differ_BT).
 
     The first two make the logits. adapters: LoRA's or None, taken layer by layer: the adapted
@@ -272,8 +272,8 @@ def forward(weights, adapters, micro: Batch, *, graph, mesh, learning: Learning)
     experts than the sampler did; None for a model without. Where algo.replay_routes says so, tokens
     go to the sampler's experts (R3, arXiv 2510.11370), weighed by this policy's router.
     """
-    kernels, tokens = learning.kernels, micro.tokens_BT.shape[1]
-    execution = execution_of(learning, mesh, tokens)
+    kernels, tokens = settings.kernels, micro.tokens_BT.shape[1]
+    execution = execution_of(settings, mesh, tokens)
 
     def hidden(weights, adapters, tokens_BT, position_BT, segment_BT, branch_BT, *routes):
         def attend(*qkv, window):
@@ -284,7 +284,7 @@ def forward(weights, adapters, micro: Batch, *, graph, mesh, learning: Learning)
         if not routes:
             return model.hidden(*rows, adapters=adapters)
         sampled_LBTA = jnp.moveaxis(routes[0], 2, 0)
-        given_LBTA = sampled_LBTA if learning.replay_routes else None
+        given_LBTA = sampled_LBTA if settings.replay_routes else None
         x_BTD, chosen_LBTA = model.hidden(*rows, adapters=adapters, routes_LBTA=given_LBTA)
         shared_LBTA = (chosen_LBTA[..., None] == sampled_LBTA[..., None, :]).any(axis=-1)
         return x_BTD, jnp.mean(~shared_LBTA.all(axis=-1), axis=0, dtype=jnp.float32)
@@ -300,9 +300,9 @@ def forward(weights, adapters, micro: Batch, *, graph, mesh, learning: Learning)
     return x_BTD, nnx.merge(graph, weights).head(), differ_BT
 
 
-def weights_and_adapters(params, start_weights, learning: Learning):
+def weights_and_adapters(params, start_weights, settings: UpdateSettings):
     """Gives `forward` what is trained: (all weights, None), or with LoRA (the start's, factors)."""
-    return (params, None) if learning.lora is None else (start_weights, params["layers"])
+    return (params, None) if settings.lora is None else (start_weights, params["layers"])
 
 
 def micro_batch(batch: Batch, i) -> Batch:
@@ -310,66 +310,66 @@ def micro_batch(batch: Batch, i) -> Batch:
     return jax.tree.map(lambda rows: rows[i], dataclasses.replace(batch, num_micro=None))
 
 
-def micro_batch_loss(params, start_weights, micro: Batch, *, graph, mesh, learning: Learning):
+def micro_batch_loss(params, start_weights, micro: Batch, *, graph, mesh, settings: UpdateSettings):
     """Computes a micro-batch's share of the loss: (loss, {metric: sum over response tokens})."""
-    run = functools.partial(forward, micro=micro, graph=graph, mesh=mesh, learning=learning)
-    softmax = Softmax(learning.temperature, learning.vocab_size, mesh)
-    x_BTD, head_DV, differ_BT = run(*weights_and_adapters(params, start_weights, learning))
-    token = dataclasses.replace(micro, num_micro=None, route_BTLA=None)
-    if learning.kl_coef > 0:
+    run = functools.partial(forward, micro=micro, graph=graph, mesh=mesh, settings=settings)
+    softmax = Softmax(settings.temperature, settings.vocab_size, mesh)
+    x_BTD, head_DV, differ_BT = run(*weights_and_adapters(params, start_weights, settings))
+    tokens = dataclasses.replace(micro, num_micro=None, route_BTLA=None)
+    if settings.kl_coef > 0:
         start_x_BTD, start_head_DV, _ = run(start_weights, None)
         reference = chosen_logprobs(start_x_BTD, start_head_DV, micro.target_BT, softmax)
-        token = dataclasses.replace(token, reference_logp_BT=reference[0])
-    head = (head_loss if learning.ratio == "token" else head_loss_of_rows)(
+        tokens = dataclasses.replace(tokens, reference_logp_BT=reference[0])
+    head = (head_loss if settings.ratio == "token" else head_loss_of_rows)(
         x_BTD,
         head_DV,
         micro.target_BT,
-        token,
-        functools.partial(token_loss, learning=learning),
+        tokens,
+        functools.partial(token_loss, settings=settings),
         softmax,
-        takes_entropy=learning.entropy_coef > 0,
+        takes_entropy=settings.entropy_coef > 0,
     )
     routes = {} if differ_BT is None else {"routes/differ": differ_BT}
-    return head.loss, metric_sums(token, head, routes)
+    return head.loss, metric_sums(tokens, head, routes)
 
 
-def recompute_old_logp(params, start_weights, batch: Batch, *, graph, mesh, learning: Learning):
+def recompute_old_logp(params, start_weights, batch: Batch, *, graph, mesh, settings):
     """Computes the batch's old_logp [M, B, T]: of the policy before a step's first update.
 
     One forward pass a micro-batch. With algo.old_logprobs = "sampler" (GSPO's ratio) tokens of
     earlier policies keep the sampler's.
     """
-    policy = weights_and_adapters(params, start_weights, learning)
-    softmax = Softmax(learning.temperature, learning.vocab_size, mesh)
+    policy = weights_and_adapters(params, start_weights, settings)
+    softmax = Softmax(settings.temperature, settings.vocab_size, mesh)
 
     def of_micro_batch(i, old_logp_MBT):
         micro = micro_batch(batch, i)
-        logits = forward(*policy, micro, graph=graph, mesh=mesh, learning=learning)[:2]
+        logits = forward(*policy, micro, graph=graph, mesh=mesh, settings=settings)[:2]
         logp_BT, _ = chosen_logprobs(*logits, micro.target_BT, softmax)
-        by_learner_BT = micro.is_on_policy_BT | (learning.old_logprobs == "learner")
+        by_learner_BT = micro.is_on_policy_BT | (settings.old_logprobs == "learner")
         old_logp_BT = jnp.where(by_learner_BT, logp_BT, micro.behavior_logp_BT)
         return old_logp_MBT.at[i].set(old_logp_BT)
 
-    with products_in(learning.compute_dtype):
+    with products_in(settings.compute_dtype):
         return jax.lax.fori_loop(0, batch.num_micro, of_micro_batch, batch.behavior_logp_BT)
 
 
-def metric_sums(token: Batch, head: HeadLoss, routes):
+def metric_sums(tokens: Batch, head: HeadLoss, routes):
     """Sums each metric over the response tokens, the loss's indicators among them."""
-    gap_BT = jnp.abs(importance_ratio(head.logp_BT, token.behavior_logp_BT) - 1.0)
+    gap_BT = jnp.abs(importance_ratio(head.logp_BT, tokens.behavior_logp_BT) - 1.0)
     per_token = {
         **head.indicators,
         **routes,
         "tokens": jnp.ones_like(gap_BT),
-        "on_policy": token.is_on_policy_BT,
+        "on_policy": tokens.is_on_policy_BT,
         "entropy": head.entropy_BT,
         "mean_prob": jnp.exp(head.logp_BT),
-        "ratio_gap": jnp.where(token.is_on_policy_BT, gap_BT, 0.0),
+        "ratio_gap": jnp.where(tokens.is_on_policy_BT, gap_BT, 0.0),
     }
-    return jax.tree.map(lambda v: jnp.sum(jnp.where(token.is_response_BT, v, 0.0)), per_token)
+    return jax.tree.map(lambda v: jnp.sum(jnp.where(tokens.is_response_BT, v, 0.0)), per_token)
 
 
-def update(state: TrainState, start_weights, batch: Batch, learning_rate, *, graph, mesh, learning):
+def update(state: TrainState, start_weights, batch: Batch, learning_rate, *, graph, mesh, settings):
     """Takes one optimizer step on one mini-batch: (state, metrics); pure, to be jitted.
 
     The micro-batch loop has a dynamic length, so one compiled program serves every packing. An
@@ -382,7 +382,7 @@ def update(state: TrainState, start_weights, batch: Batch, learning_rate, *, gra
     def loss_of(params, i):
         micro = micro_batch(batch, i)
         return micro_batch_loss(
-            params, start_weights, micro, graph=graph, mesh=mesh, learning=learning
+            params, start_weights, micro, graph=graph, mesh=mesh, settings=settings
         )
 
     def accumulate(i, total):
@@ -391,13 +391,13 @@ def update(state: TrainState, start_weights, batch: Batch, learning_rate, *, gra
 
     shapes = (jax.eval_shape(loss_of, state.params, 0), state.params)
     zero = jax.tree.map(jnp.zeros_like, shapes)
-    with products_in(learning.compute_dtype):
+    with products_in(settings.compute_dtype):
         (loss, sums), grads = jax.lax.fori_loop(0, batch.num_micro, accumulate, zero)
     grad_norm = optax.tree.norm(grads)
 
     finite_N = jnp.stack([*map(all_finite, ((loss, sums), *jax.tree.leaves(grads), grad_norm))])
     finite = jnp.all(finite_N)
-    deltas, opt_state = optimizer(learning).update(grads, state.opt_state, state.params)
+    deltas, opt_state = optimizer(settings).update(grads, state.opt_state, state.params)
     params = jax.tree.map(lambda p, s: p + learning_rate * s, state.params, deltas)
     stepped = TrainState(params, opt_state)
     state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), stepped, state)

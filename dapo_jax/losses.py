@@ -8,8 +8,8 @@
 The first row of each is DAPO's (arXiv 2503.14476); configs/README.md has the index of the papers
 that take others. algo.policy_loss and algo.advantage_scale may name a custom one,
 "module:function" (on PYTHONPATH, or in the working directory). A custom policy loss is a function
-of (compared, logp, token, learning) that returns each token's loss, before its weight, and its
-indicators. learning.args has the constants that algo.args gives it. With algo.ratio = "token" it is
+of (logp_pair, logp, tokens, settings) that returns each token's loss, before its weight, and its
+indicators. settings.args has the constants that algo.args gives it. With algo.ratio = "token" it is
 called for a chunk of C tokens at a time, and the fields named _BT are [C]. With "sequence" it is
 called once for whole rows [B, T], so that it sees whole responses (`response_mean`); the head is
 then computed twice. Axes as in dapo_jax.algorithm, and B packed rows (dapo_jax.packing).
@@ -26,7 +26,7 @@ from dapo_jax.outside import imported
 from dapo_jax.types import Batch
 
 
-def response_mean(value_BT, token: Batch):
+def response_mean(value_BT, tokens: Batch):
     """Gives every token of the packed rows the mean of a value over its response's sampled ones."""
 
     def of_row(value_T, branch_T, counted_T):
@@ -36,25 +36,25 @@ def response_mean(value_BT, token: Batch):
         sum_T = total(jnp.where(counted_T, value_T, 0.0))
         return (sum_T / jnp.maximum(total(counted_T.astype(value_T.dtype)), 1))[branch_T]
 
-    return jax.vmap(of_row)(value_BT, token.branch_BT, token.is_response_BT)
+    return jax.vmap(of_row)(value_BT, tokens.branch_BT, tokens.is_response_BT)
 
 
 # Ratios: two log-probabilities, of which the difference is log r.
 
 
-def token_ratio(logp, token: Batch, learning):
+def token_ratio(logp, tokens: Batch, settings):
     """Compares each token's own probabilities (Eq. 8), as algo.old_logprobs says."""
-    of_learner = learning.old_logprobs == "learner"
-    return logp, token.old_logp_BT if of_learner else token.behavior_logp_BT
+    of_learner = settings.old_logprobs == "learner"
+    return logp, tokens.old_logp_BT if of_learner else tokens.behavior_logp_BT
 
 
-def sequence_ratio(logp_BT, token: Batch, learning):
+def sequence_ratio(logp_BT, tokens: Batch, settings):
     """Compares whole responses by the geometric mean of their ratios (GSPO, 2507.18071, Eq. 7).
 
     To the learner's own old log-probabilities: its clip of 3e-4 is narrower than what the rounding
     between sampler and learner adds to the mean of a short response in bfloat16.
     """
-    log_ratio_BT = response_mean(jnp.subtract(logp_BT, token.old_logp_BT), token)
+    log_ratio_BT = response_mean(jnp.subtract(logp_BT, tokens.old_logp_BT), tokens)
     return log_ratio_BT, jnp.zeros_like(log_ratio_BT)
 
 
@@ -64,26 +64,26 @@ RATIOS = {"token": token_ratio, "sequence": sequence_ratio}
 # Policy losses: from a ratio to each token's loss, and which bounds hold it.
 
 
-def clip(compared, logp, token: Batch, learning):
+def clip(logp_pair, logp, tokens: Batch, settings):
     """Bounds the objective (Eq. 8 with the dual clip): beyond a bound a token has no gradient."""
-    s = learning
+    s = settings
     bounds = {"eps_low": s.eps_low, "eps_high": s.eps_high, "dual_clip": s.dual_clip}
-    loss, held = algorithm.token_policy_loss(*compared, token.advantage_BT, **bounds)
+    loss, held = algorithm.token_policy_loss(*logp_pair, tokens.advantage_BT, **bounds)
     return loss, {f"clip_fraction/{bound}": value for bound, value in held.items()}
 
 
-def cispo(compared, logp, token: Batch, learning):
+def cispo(logp_pair, logp, tokens: Batch, settings):
     """Bounds the weight of log pi alone (CISPO, 2506.13585, Eq. 4 and 5): all keep a gradient."""
-    ratio = algorithm.importance_ratio(*compared)
-    low, high = 1.0 - learning.eps_low, 1.0 + learning.eps_high
+    ratio = algorithm.importance_ratio(*logp_pair)
+    low, high = 1.0 - settings.eps_low, 1.0 + settings.eps_high
     weight = jax.lax.stop_gradient(jnp.clip(ratio, low, high))
     held = {"clip_fraction/high": ratio > high, "clip_fraction/low": ratio < low}
-    return -weight * token.advantage_BT * logp, held
+    return -weight * tokens.advantage_BT * logp, held
 
 
-def unbounded(compared, logp, token: Batch, learning):
+def unbounded(logp_pair, logp, tokens: Batch, settings):
     """Bounds nothing: the importance-weighted policy gradient, -r A."""
-    return -algorithm.importance_ratio(*compared) * token.advantage_BT, {}
+    return -algorithm.importance_ratio(*logp_pair) * tokens.advantage_BT, {}
 
 
 POLICY_LOSSES = {"clip": clip, "cispo": cispo, "none": unbounded}
@@ -94,14 +94,14 @@ def function_of(key: str, name: str) -> Callable:
     return imported(f"algo.{key} = {name!r}", name) if ":" in name else CUSTOM[key][name]
 
 
-def sampler_weight(token: Batch, *, cap: float):
+def sampler_weight(tokens: Batch, *, cap: float):
     """Computes min(pi_old / pi_sampler, cap), and whether it is capped.
 
     Truncated importance sampling (fengyao.notion.site/off-policy-rl): pi_old is the learner's
     policy at the beginning of the step, which differs from the sampler's by rounding, and for
     partial rollouts by the steps between.
     """
-    ratio = algorithm.importance_ratio(token.old_logp_BT, token.behavior_logp_BT)
+    ratio = algorithm.importance_ratio(tokens.old_logp_BT, tokens.behavior_logp_BT)
     return jnp.minimum(ratio, cap), ratio > cap
 
 
@@ -140,33 +140,33 @@ def advantages(reward_PG: np.ndarray, kept: np.ndarray, length_PG, *, scale: str
     return advantage_PG
 
 
-def token_loss(logp, entropy, token: Batch, learning):
+def token_loss(logp, entropy, tokens: Batch, settings):
     """Computes each token's share of the mini-batch's loss, by the config's choices.
 
     Returns (loss, indicators): name -> a value for each token, such as whether a clip holds it, of
-    which the metrics have the mean over the response tokens. With learning.tis_cap tokens have
-    their `sampler_weight`; learning.kl_coef adds GRPO's KL term, and learning.entropy_coef takes
+    which the metrics have the mean over the response tokens. With settings.tis_cap tokens have
+    their `sampler_weight`; settings.kl_coef adds GRPO's KL term, and settings.entropy_coef takes
     entropy off. The weights were normalised over the whole mini-batch, so the sums of all
     micro-batches and devices add up to the true loss (Eq. 12).
     """
     # Padding has arbitrary log-probabilities: nothing of it may reach the loss.
-    logp = jnp.where(token.is_response_BT, logp, 0.0)
-    compared = RATIOS[learning.ratio](logp, token, learning)
-    loss, indicators = function_of("policy_loss", learning.policy_loss)(
-        compared, logp, token, learning
+    logp = jnp.where(tokens.is_response_BT, logp, 0.0)
+    logp_pair = RATIOS[settings.ratio](logp, tokens, settings)
+    loss, indicators = function_of("policy_loss", settings.policy_loss)(
+        logp_pair, logp, tokens, settings
     )
-    if learning.tis_cap > 0:
-        weight, indicators["clip_fraction/tis"] = sampler_weight(token, cap=learning.tis_cap)
+    if settings.tis_cap > 0:
+        weight, indicators["clip_fraction/tis"] = sampler_weight(tokens, cap=settings.tis_cap)
         loss *= weight
     kl = jnp.zeros_like(logp)
-    if token.reference_logp_BT is not None:
-        kl = algorithm.kl_k3(logp, jnp.where(token.is_response_BT, token.reference_logp_BT, 0.0))
-        loss += learning.kl_coef * kl
-    if learning.entropy_coef > 0:
-        loss -= learning.entropy_coef * entropy
-    return loss * token.weight_BT, indicators | {"kl": kl}
+    if tokens.reference_logp_BT is not None:
+        kl = algorithm.kl_k3(logp, jnp.where(tokens.is_response_BT, tokens.reference_logp_BT, 0.0))
+        loss += settings.kl_coef * kl
+    if settings.entropy_coef > 0:
+        loss -= settings.entropy_coef * entropy
+    return loss * tokens.weight_BT, indicators | {"kl": kl}
 
 
-def takes_old_logp(learning) -> bool:
+def takes_old_logp(settings) -> bool:
     """Returns whether the loss compares with the learner's own old log-probabilities."""
-    return learning.old_logprobs == "learner" or learning.ratio == "sequence"
+    return settings.old_logprobs == "learner" or settings.ratio == "sequence"

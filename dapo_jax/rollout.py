@@ -62,19 +62,20 @@ def collect(
     """Samples a stream of groups until `num_prompts` are informative (dynamic sampling, Eq. 11).
 
     Without dynamic sampling all groups count. The policy is frozen meanwhile. Groups are graded in
-    the background. `InOrder` says which prompts are issued and which groups are kept; with partial
-    rollouts `AnyOrder`. After `max_prompts` there may be fewer groups than wanted, or none. Groups
-    of other streams, submitted before, are sampled in order, and stay unfinished when training has
-    its groups.
+    the background. `PromptOrder` says which prompts are issued and which groups are kept; with
+    partial rollouts `CompletionOrder`. After `max_prompts` there may be fewer groups than wanted,
+    or none. Groups of other streams, submitted before, are sampled in order, and stay unfinished
+    when training has its groups.
 
     partial: the groups of the step before that go on. expected_share: of informative groups,
-    `InOrder`'s prior and all that `AnyOrder` knows. on_other_groups: takes other streams' finished
-    groups.
+    `PromptOrder`'s prior and all that `CompletionOrder` knows. on_other_groups: takes other
+    streams' finished groups.
     """
-    any_order = plan.partial_rollout_steps > 0
+    by_completion = plan.partial_rollout_steps > 0
     submit = functools.partial(session.submit, group_size=plan.group_size)
     share = expected_share if plan.dynamic_sampling else 1.0
-    order = (AnyOrder if any_order else InOrder)(session, cursor, plan, partial, share)
+    order_of = CompletionOrder if by_completion else PromptOrder
+    order = order_of(session, cursor, plan, partial, share)
     ended, under_way = [], set(session.unfinished)
     for group in partial:
         prompt = plan.prompt_at(group.cursor)
@@ -85,15 +86,15 @@ def collect(
     with Grading(plan.grade) as grading:
         # A call returns what the one before gave it, graded.
         order.add([*grading.exchange(ended), *grading.exchange([])])
-        while not order.has_enough():
-            for place in order.prompts():
-                submit(place, plan.prompt_at(place))
+        while not order.try_to_end():
+            for next_cursor in order.prompts():
+                submit(next_cursor, plan.prompt_at(next_cursor))
             usable, graded = len(order.usable), len(order.groups)
             report(f"rollout: {usable} of {plan.num_prompts} groups, {graded} graded")
             done = session.step(more=order.wants_more()) if session.unfinished else []
             on_other_groups([group for group in done if group.stream != TRAINING])
             order.add(grading.exchange([group for group in done if group.stream == TRAINING]))
-        if any_order:
+        if by_completion:
             order.add(grading.exchange([]))
     sampled, end, go_on = order.result()
     success_PG = np.stack([plan.success(group) & (not group.is_left_out) for group in sampled])
@@ -105,7 +106,7 @@ def collect(
         kept=kept,
         informative=informative_groups(success_PG),
         cursor=end,
-        issued=len(sampled) if any_order else order.issued,  # in any order none is cancelled
+        issued=len(sampled) if by_completion else order.issued,  # there none is cancelled
         stats=dataclasses.replace(session.stats, requests=requests, seconds=seconds),
         partial=go_on,
         continued_tokens=sum(group.sampled_tokens for group in partial),
@@ -113,7 +114,7 @@ def collect(
 
 
 @dataclasses.dataclass
-class InOrder:
+class PromptOrder:
     """Keeps the first informative groups in prompt order, whatever their lengths.
 
     Sampling batch after batch, waiting for each, would keep the same. Prompts are issued as slots
@@ -153,11 +154,11 @@ class InOrder:
             return self.usable[plan.num_prompts - 1] + 1
         return self.cursor + (plan.max_prompts if plan.dynamic_sampling else plan.num_prompts)
 
-    def has_enough(self) -> bool:
-        """Returns whether all groups up to the last kept one are graded; cancels those behind."""
-        for stream, place in self.session.unfinished:
-            if stream == TRAINING and place >= self.end:
-                self.session.cancel(place)
+    def try_to_end(self) -> bool:
+        """Cancels groups behind the last kept one; returns whether all up to it are graded."""
+        for stream, cursor in self.session.unfinished:
+            if stream == TRAINING and cursor >= self.end:
+                self.session.cancel(cursor)
         return self.graded_end >= self.end
 
     def prompts(self) -> Iterator[int]:
@@ -187,7 +188,7 @@ class InOrder:
 
 
 @dataclasses.dataclass
-class AnyOrder(InOrder):
+class CompletionOrder(PromptOrder):
     """Takes the groups that are complete first, and lets the others go on (partial rollouts).
 
     No slot waits for the longest response (Kimi k1.5, arXiv 2501.12599, section 2.6.2; APRIL, arXiv
@@ -198,8 +199,8 @@ class AnyOrder(InOrder):
     complete as they are. A step ends once the groups that are `due`, as old as a group may be, are
     complete; those of them that it has no use for are discarded. So that few are, prompts are
     issued for the groups of at most 1 + partial_rollout_steps steps, by the expected share. A step
-    that finds nothing partial waits for the first groups in prompt order, as `InOrder` does: those
-    that are complete first are the short ones.
+    that finds nothing partial waits for the first groups in prompt order, as `PromptOrder` does:
+    those that are complete first are the short ones.
     """
 
     @functools.cached_property
@@ -208,15 +209,15 @@ class AnyOrder(InOrder):
         most = self.plan.partial_rollout_steps
         return {it.cursor for it in self.partial if len(it.responses[0].ends) >= most}
 
-    def has_enough(self) -> bool:
+    def try_to_end(self) -> bool:
         """Returns whether enough groups are complete, and none that is waited for is not."""
         waiting = self.session.unfinished
         if len(self.usable) < self.plan.num_prompts:
             return self.issued == self.plan.max_prompts and not waiting
         last = self.usable[self.plan.num_prompts - 1]
         return not any(
-            stream != TRAINING or place in self.due or (not self.partial and place < last)
-            for stream, place in waiting
+            stream != TRAINING or cursor in self.due or (not self.partial and cursor < last)
+            for stream, cursor in waiting
         )
 
     def prompts(self) -> Iterator[int]:
@@ -237,8 +238,8 @@ class AnyOrder(InOrder):
     def result(self) -> tuple[list[Group], int, list[Group]]:
         """Returns (the complete groups to train on or discard, the next cursor, those to go on)."""
         extra = {*self.usable[self.plan.num_prompts :]} - self.due
-        sampled = [self.groups[place] for place in sorted(self.groups.keys() - extra)]
-        go_on = [*self.session.pause(), *(self.groups[place].continued() for place in extra)]
+        sampled = [self.groups[cursor] for cursor in sorted(self.groups.keys() - extra)]
+        go_on = [*self.session.pause(), *(self.groups[cursor].continued() for cursor in extra)]
         next_cursor = self.cursor + self.issued
         return sampled, next_cursor, sorted(go_on, key=operator.attrgetter("cursor"))
 

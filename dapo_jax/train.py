@@ -55,9 +55,10 @@ def train(config, workdir: pathlib.Path, parent=None, profile: int | None = None
         for step in range(run.step, config.num_steps):
             folder = workdir / "profile" / str(jax.process_index() or "")
             with jax.profiler.trace(folder) if step == profile else contextlib.nullcontext():
-                state, progress, session, stopped = rl_step(run, step, state, progress, session)
-            if stopped:
-                raise SystemExit(stopped)
+                stepped = rl_step(run, step, state, progress, session)
+            state, progress, session, stop_message = stepped
+            if stop_message:
+                raise SystemExit(stop_message)
     return conclude(workdir)
 
 
@@ -70,17 +71,17 @@ def rl_step(run: start.Run, step: int, state: learner.TrainState, progress: Prog
 
     # Groups are sampled and graded until enough are informative (dynamic sampling, Eq. 11).
     rollouts, scores, session = sample(run, step, state, progress, session, watch)
-    if stopped := at_generation_cap(run, step, rollouts):
-        return state, progress, None, stopped
+    if stop_message := at_generation_cap(run, step, rollouts):
+        return state, progress, None, stop_message
 
     reward_PG = reward(run.config, rollouts)  # correctness (Eq. 7) and length (Eq. 13)
     # Compared inside each group (Eq. 9), by a row of losses.ADVANTAGES.
-    scale = run.config.algo.advantage_scale
-    advantage_PG = losses.advantages(reward_PG, rollouts.kept, rollouts.sampled_PG, scale=scale)
+    tokens_PG, scale = rollouts.sampled_tokens_PG, run.config.algo.advantage_scale
+    advantage_PG = losses.advantages(reward_PG, rollouts.kept, tokens_PG, scale=scale)
     run.record.rollouts(step, rollouts, reward_PG)  # written behind the updates
 
     # One mini-batch of the kept groups after the other (Eq. 8, 10 and 12).
-    rate = learner.scheduled_rate(step, run.programs.learning, num_steps=run.config.num_steps)
+    rate = learner.scheduled_rate(step, run.programs.settings, num_steps=run.config.num_steps)
     with watch("update"):
         state, updates = update(run, state, rollouts, advantage_PG, rate)
 
@@ -148,7 +149,7 @@ def reward(config, rollouts):
 def update(run: start.Run, state: learner.TrainState, rollouts, advantage_PG, rate: float):
     """(state, each update's metrics) after one pass over the kept groups."""
     programs, updates = run.programs, []
-    batches = learner.minibatches(rollouts, advantage_PG, programs.learning, programs.mesh)
+    batches = learner.minibatches(rollouts, advantage_PG, programs.settings, programs.mesh)
     if run.recompute_old_logp:  # of all of them, before the first update
         policy = (state.params, run.start_weights)
         batches = [
@@ -198,16 +199,16 @@ def finish(
     seconds |= {"snapshot": before, "total": seconds["total"] + before}
     done = dataclasses.replace(done, sampled_tokens_total=tokens, seconds=seconds)
     row = metrics.step_row(done) | digested
-    stopped = run.alarms.look(row, done, before=progress.row or {})
+    stop_message = run.alarms.look(row, done, before=progress.row or {})
 
     ends = step + 1 == config.num_steps
-    resumable = ends or bool(stopped) or run.may_resume_at(step + 1)
+    resumable = ends or bool(stop_message) or run.may_resume_at(step + 1)
     if session and resumable:
         session.close()
         session = None
 
     evaluated = {step: done.evaluation}
-    if run.sets and (ends or (stopped and run.evaluates_in(step + 1))):
+    if run.sets and (ends or (stop_message and run.evaluates_in(step + 1))):
         evaluated[step + 1] = evaluate_alone(run, state, step + 1)
 
     scores = with_scores(progress.scores, evaluated, run)
@@ -215,10 +216,10 @@ def finish(
         run.snapshots.keep(step)  # the policy that this step has sampled and evaluated
     progress = Progress(rollouts.cursor, tokens, row, rollouts.partial, scores)
     if resumable:
-        run.snapshots.take(step + 1, state, progress, arrays, force=ends or bool(stopped))
+        run.snapshots.take(step + 1, state, progress, arrays, force=ends or bool(stop_message))
 
     run.record.step(row, rollouts, done.reward_PG)
-    return state, progress, session, stopped
+    return state, progress, session, stop_message
 
 
 def with_scores(scores: Mapping, rows: Mapping[int, Mapping], run: start.Run) -> dict:

@@ -328,14 +328,14 @@ class Rollouts:
         return np.stack([group.length_G for group in self.sampled])
 
     @property
-    def sampled_PG(self) -> np.ndarray:
+    def sampled_tokens_PG(self) -> np.ndarray:
         """Tokens of everything sampled but those of environments, which have no loss."""
         return np.array([[r.sampled_tokens for r in group.responses] for group in self.sampled])
 
     @property
     def kept_tokens(self) -> int:
         """Response tokens that the update trains on."""
-        return int(self.sampled_PG[self.kept].sum())
+        return int(self.sampled_tokens_PG[self.kept].sum())
 
 
 Ints = Annotated[Any, np.dtype(np.int32)]

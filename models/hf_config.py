@@ -120,7 +120,9 @@ def config_of(raw: Mapping[str, Any]) -> ModelConfig:
     raw = family.plain(raw)
     _check_computed(raw, family)
     rope_theta, rope_scaling = _rope(raw, default_theta=family.defaults["rope_theta"])
-    defaults = {"num_key_value_heads": raw.get("num_attention_heads")} | family.defaults
+    # Null stands for as many as there are heads; without the key a family may have a number.
+    heads = {"num_key_value_heads": raw.get("num_attention_heads")}
+    defaults = heads | family.defaults | {key: heads[key] for key in heads.keys() & raw.keys()}
     given = {key: value for key, value in raw.items() if value is not None}
     raw = {"tie_word_embeddings": False} | defaults | given
     sizes = {field: _number(raw, key, whole=True) for field, key in SIZE_KEYS.items()}

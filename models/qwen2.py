@@ -30,6 +30,7 @@ class Qwen2Config(ModelConfig):
     layer = Qwen2Layer
     model_type = "qwen2"
     architecture = "Qwen2ForCausalLM"
+    defaults = ModelConfig.defaults | {"num_key_value_heads": 32}
 
 
 # The published sizes (https://huggingface.co/Qwen, config.json of each base model).

@@ -28,7 +28,7 @@ class Qwen3Config(ModelConfig):
     model_type = "qwen3"
     architecture = "Qwen3ForCausalLM"
     computes = ModelConfig.computes | {"attention_bias": False}
-    defaults = ModelConfig.defaults | {"head_dim": 128}
+    defaults = ModelConfig.defaults | {"head_dim": 128, "num_key_value_heads": 32}
 
 
 # The published sizes (https://huggingface.co/Qwen, config.json of each model; the base models and

@@ -132,6 +132,7 @@ class Qwen3MoeConfig(Qwen3Config):
     }
     defaults = ModelConfig.defaults | {
         "intermediate_size": 6144,
+        "num_key_value_heads": 4,
         "num_experts": 128,
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,

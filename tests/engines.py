@@ -302,7 +302,7 @@ def programs(family: str, folder, *, lora_rank: int = 0, cache=None, parts=((1, 
         built = components.programs(config, SAMPLING.vocab_size, devices=devices)
         if cache is None:
             return built
-        of, how = built.engine, {"kernels": built.learning.kernels, "params": built.engine.params}
+        of, how = built.engine, {"kernels": built.settings.kernels, "params": built.engine.params}
         engine = Engine(of.config, of.mesh, dataclasses.replace(of.cache, **cache), **how)
         return dataclasses.replace(built, engine=engine)
 
@@ -342,7 +342,7 @@ def batch_of(built, groups) -> Batch:
     """Packs groups of which every other response is right."""
     sizes = len(groups), len(groups[0].responses)
     advantage_PG = np.broadcast_to((-1.0) ** np.arange(sizes[1]), sizes).astype(np.float32)
-    return learner.minibatch(groups, advantage_PG, built.learning, built.mesh)
+    return learner.minibatch(groups, advantage_PG, built.settings, built.mesh)
 
 
 def check_step(built, logits_of):

@@ -56,8 +56,8 @@ truncation_cap dapo_jax/losses.py losses
 - jnp.minimum(ratio, cap), ratio > cap
 + jnp.maximum(ratio, cap), ratio > cap
 entropy_sign dapo_jax/losses.py learner::test_an_entropy_bonus_is_the_mean_entropy_of_the_trained_tokens
-- loss -= learning.entropy_coef * entropy
-+ loss += learning.entropy_coef * entropy
+- loss -= settings.entropy_coef * entropy
++ loss += settings.entropy_coef * entropy
 warm_up_one_late dapo_jax/learner.py learner::test_the_rate_warms_up_from_a_fraction_and_decays_to_the_last_step
 - (step + 1) / max(s.warmup_steps, 1)
 + step / max(s.warmup_steps, 1)

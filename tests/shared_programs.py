@@ -35,7 +35,7 @@ def programs_compiled_once():
 
     def programs(config, vocab_size, devices=None):
         new = make(config, vocab_size, devices=devices)
-        shapes = (new.sizes, new.learning, new.engine.cache)
+        shapes = (new.sizes, new.settings, new.engine.cache)
         return dataclasses.replace(MADE.setdefault(shapes, new), config=config)
 
     def compile_learner(self):

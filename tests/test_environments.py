@@ -803,7 +803,7 @@ def test_tokens_of_environments_are_counted_as_nobody_s():
     assert (response.sampled_tokens, response.stale_tokens) == (4, 3)
     group = Group(0, Prompt(tokens_T), (response, Response(tokens_T, zeros, Status.STOPPED)))
     rollouts = Rollouts([group], np.array([0]), np.array([True]), 1, 1, RolloutStats())
-    assert rollouts.kept_tokens == 12 and rollouts.sampled_PG.tolist() == [[4, 8]]
+    assert rollouts.kept_tokens == 12 and rollouts.sampled_tokens_PG.tolist() == [[4, 8]]
 
 
 # Templates.

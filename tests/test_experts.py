@@ -196,7 +196,7 @@ def updates(folder, *, rotates=False, mesh=(1, 1), **algo):
         found = [(state, metrics)]
         if rotates:
             advantage_PG = np.tile(np.float32([1, -1, 1, -1]), (len(groups), 1))
-            batch = learner.make_batch(groups, advantage_PG, built.learning)
+            batch = learner.make_batch(groups, advantage_PG, built.settings)
             route_BTA = batch.route_BTLA[..., ::3, -1, :]
             route_BTA[:] = (route_BTA + 1) % 6
             batch = hosts.place(batch, learner.batch_shardings(batch, built.mesh))

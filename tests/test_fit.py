@@ -8,7 +8,7 @@ import pytest
 from configs import any_model, base, one_gpu, tiny
 from dapo_jax import learner
 from dapo_jax.preflight import examine
-from dapo_jax.setup import auto_sizes, checks, components, start
+from dapo_jax.setup import auto_sizes, checks, components, memory, start
 
 OPEN = ("learner.row_tokens", "learner.micro_batch_rows", "rollout.slot_tokens")
 OPEN += ("rollout.cache_mib",)
@@ -82,15 +82,18 @@ def test_rows_hold_the_longest_sequence_and_an_update_has_two_micro_batches_or_m
     assert config.to_dict() == chosen  # what is set stays
 
 
-@pytest.mark.parametrize(("preset", "lora_rank", "device_gib"), [("0.5b", 0, 17), ("7b", 32, 34)])
+@pytest.mark.parametrize(
+    ("preset", "lora_rank", "device_gib"), [("0.5b", 0, 17), ("0.5b", 0, 7.3), ("7b", 32, 34)]
+)
 def test_the_config_for_one_gpu_leaves_room_for_the_training_state(preset, lora_rank, device_gib):
-    """Three quarters of 24 and of 48 GB."""
+    """Three quarters of 24 and of 48 GB; on less the sampler's own head had no room."""
     config = one_gpu.get_config()
     config.model.path, config.model.preset, config.learner.lora_rank = "", preset, lora_rank
     one, gib = jax.devices()[:1], 2**30
-    auto_sizes.fit_training(config, devices=one, device_bytes=device_gib * gib)
+    auto_sizes.fit_training(config, devices=one, device_bytes=int(device_gib * gib))
     checks.check(config)
     held = 0 if lora_rank else (12 + 2) * 0.494e9  # of 0.5B: state, the sampler's weights
+    held += 0 if lora_rank else 2 * 151_936 * 896  # and its head
     assert 0 < config.rollout.cache_mib * 2**20 < 0.8 * (device_gib * gib - held)
     config.rollout.cache_mib = 0
     with pytest.raises(ValueError, match=r"does not fit in the 0 MiB that a device of 1,024 has"):
@@ -123,7 +126,7 @@ def test_a_model_alone_gets_its_lengths_and_cache(monkeypatch):
     share = 8 * 2**20 * jax.local_device_count() / host_bytes  # 8 MiB: fewer slots than requests
     monkeypatch.setattr(auto_sizes, "HOST_SHARE", share)
     assert 1 <= slots(fitted(100, 200, **few)) < 50
-    monkeypatch.setattr(auto_sizes, "_device_bytes", lambda: 3 * 2**20)  # 2 MiB are weights
+    monkeypatch.setattr(memory, "device_limit", lambda: 3 * 2**20)  # 2 MiB are weights
     message = r"of 20,480 \(.*--max_tokens\) does not fit .*mesh\.model"
     with pytest.raises(ValueError, match=message):
         fitted(100, 1)

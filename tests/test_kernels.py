@@ -693,7 +693,7 @@ def test_a_gpus_kernels_sample_and_train_as_plain_xla_does(monkeypatch):
     _, expected, expected_changes, expected_metrics = stepped("xla")
     assert not traced
     built, responses, changes, metrics = stepped("gpu_interpret")
-    attend = built.learning.kernels.attend_pages
+    attend = built.settings.kernels.attend_pages
     assert traced and attend is KERNELS["gpu_interpret"].attend_pages
     assert responses.keys() == expected.keys() and len(responses) == 16
     for request, response in responses.items():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from quick import COMPILER_OPTIONS, jit, random_params
 from updates import (
-    LEARNING,
+    SETTINGS,
     SMALL,
     VOCAB,
     batch_of,
@@ -37,7 +37,7 @@ from models.qwen2 import PRESETS
 from sharding.mesh import make_mesh
 
 ALONE = dataclasses.replace(KERNELS["cpu"], shares_prompts=False)
-KEEPING = dataclasses.replace(LEARNING, remat="none")
+KEEPING = dataclasses.replace(SETTINGS, remat="none")
 # Of the largest entry of a gradient; what is left is the rounding of float32 sums.
 TOLERANCE = 1e-5
 
@@ -72,16 +72,16 @@ def test_the_packed_update_has_the_plain_gradient_and_loss(params, data, expecte
 
 
 @pytest.mark.parametrize(
-    ("order", "layout", "learning"),
+    ("order", "layout", "settings"),
     [
-        ([6, 5, 7, 4, 2, 0, 3, 1], {"group_size": 4, "kernels": ALONE}, LEARNING),
+        ([6, 5, 7, 4, 2, 0, 3, 1], {"group_size": 4, "kernels": ALONE}, SETTINGS),
         ([3, 6, 0, 5, 1, 7, 4, 2], {"row_tokens": 96, "update_responses": 2}, KEEPING),
     ],
     ids=["a prompt for each", "rows of padding, all kept"],
 )
-def test_neither_layout_nor_order_matters(params, data, expected, order, layout, learning):
+def test_neither_layout_nor_order_matters(params, data, expected, order, layout, settings):
     batch = batch_of(data.take(order), **layout)
-    assert distance(gradient(params, batch, learning), expected[1]) < TOLERANCE
+    assert distance(gradient(params, batch, settings), expected[1]) < TOLERANCE
 
 
 def test_filtered_responses_add_nothing_and_do_not_count(params, data, expected):
@@ -105,16 +105,16 @@ def test_an_environments_tokens_are_read_and_never_trained_on(params, data, loss
     unknown = [np.where(g, -60.0, b).astype(np.float32) for g, b in pairs]
     data = data.replace(given=given, behavior_logp=unknown)
     how = {} if loss is plain_dapo else {"ratio": "sequence", "old_logprobs": "sampler"}
-    learning = dataclasses.replace(LEARNING, **how)
+    settings = dataclasses.replace(SETTINGS, **how)
     batch = batch_of(data, group_size=4)
     assert batch.is_response_BT.sum() == sum(np.sum(~given_T) for given_T in given)
-    assert distance(gradient(params, batch, learning), expected[1]) < TOLERANCE
-    metrics = run_update(params, batch, learning)[1]
+    assert distance(gradient(params, batch, settings), expected[1]) < TOLERANCE
+    metrics = run_update(params, batch, settings)[1]
     np.testing.assert_allclose(metrics["loss"], expected[0], rtol=1e-5)
     assert all(np.isfinite(metrics[name]) for name in ("ratio_gap", "entropy", "mean_prob"))
     others = [np.where(g, (r + 1) % VOCAB, r) for g, r in zip(given, data.responses, strict=True)]
     changed = batch_of(data.replace(responses=others), group_size=4)
-    assert distance(gradient(params, changed, learning), expected[1]) > 0.01
+    assert distance(gradient(params, changed, settings), expected[1]) > 0.01
 
 
 def test_the_metrics_are_means_over_the_response_tokens(params, data):
@@ -150,9 +150,9 @@ def test_four_devices_take_the_update_of_one(monkeypatch, params, data, mesh, ro
     config = small_config(**changes | {"learner.micro_batch_rows": rows})
     programs = components.programs(config, VOCAB)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, programs.state)
-    state = jax.device_put(init_state(params, programs.learning), shardings)
+    state = jax.device_put(init_state(params, programs.settings), shardings)
     groups, advantage_PG = groups_of(data, group_size=4), data.advantage_R.reshape(2, 4)
-    batch = learner.minibatch(groups, advantage_PG, programs.learning, programs.mesh)
+    batch = learner.minibatch(groups, advantage_PG, programs.settings, programs.mesh)
     assert (int(batch.num_micro), *batch.tokens_BT.shape[1:]) == (1, rows, row_tokens)
     state, metrics = programs.compile_learner()["update"](state, None, batch, np.float32(0.1))
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == shardings
@@ -171,7 +171,7 @@ def test_four_devices_take_the_update_of_one(monkeypatch, params, data, mesh, ro
 
 def adamw_by_hand(p, gradients, learning_rates):
     """Computes Adam with decoupled decay; one gradient and rate an update."""
-    s, m, v = LEARNING, 0.0, 0.0
+    s, m, v = SETTINGS, 0.0, 0.0
     for t, (g, rate) in enumerate(zip(gradients, learning_rates, strict=True), start=1):
         g = g * min(1.0, s.max_grad_norm / np.linalg.norm(g))
         m = s.adam_b1 * m + (1 - s.adam_b1) * g
@@ -184,7 +184,7 @@ def adamw_by_hand(p, gradients, learning_rates):
 
 def test_two_updates_are_adamw_by_hand(params, data):
     """The first gradient is longer than the bound of its norm, the second is not."""
-    bound, rates = LEARNING.max_grad_norm, [2e-3, 5e-3]
+    bound, rates = SETTINGS.max_grad_norm, [2e-3, 5e-3]
     batches = [batch_of(data.replace(advantage_R=k * data.advantage_R)) for k in (50, -1)]
     # The loss is homogeneous in the advantages: this is what is clipped to 10.
     grads = [50 * flat(gradient(params, batch_of(data)))]
@@ -206,7 +206,7 @@ def test_an_update_without_a_weighted_token_is_said_and_decays_the_weights(param
     state, metrics = run_update(params, batch_of(cut), learning_rate=0.5)
     assert metrics["empty"]
     assert metrics["grad_norm"] == 0
-    assert distance(state.params, flat(params) * (1 - 0.5 * LEARNING.weight_decay)) < 1e-6
+    assert distance(state.params, flat(params) * (1 - 0.5 * SETTINGS.weight_decay)) < 1e-6
     assert not run_update(params, batch_of(data))[1]["empty"]
 
 
@@ -217,8 +217,8 @@ def test_an_update_without_a_weighted_token_is_said_and_decays_the_weights(param
 def test_the_rate_warms_up_from_a_fraction_and_decays_to_the_last_step(decay, at_half, last):
     def rates(warmup_steps):
         how = {"learning_rate": 2.0, "warmup_steps": warmup_steps, "decay": decay}
-        learning = dataclasses.replace(LEARNING, **how)
-        return [scheduled_rate(step, learning, num_steps=12) / 2 for step in range(12)]
+        settings = dataclasses.replace(SETTINGS, **how)
+        return [scheduled_rate(step, settings, num_steps=12) / 2 for step in range(12)]
 
     np.testing.assert_allclose(rates(4)[:5], [0.25, 0.5, 0.75, 1, 1])
     np.testing.assert_allclose(rates(4)[8:12:3], [at_half, last], rtol=1e-5)
@@ -249,33 +249,33 @@ def test_a_gradient_that_is_not_finite_changes_nothing(params, data, where):
 
 def test_the_kl_term_is_zero_at_the_start_policy_and_has_the_plain_gradient_elsewhere(params, data):
     """The layout is another one than the other tests': short rows, one by one."""
-    learning = dataclasses.replace(LEARNING, kl_coef=0.3)
+    settings = dataclasses.replace(SETTINGS, kl_coef=0.3)
     batch = batch_of(data, row_tokens=34, micro_batch_rows=1)
     # Policy and reference are two computations of the same: they may differ in the last bit.
-    assert 0 <= run_update(params, batch, learning, start_weights=params)[1]["kl"] < 1e-13
+    assert 0 <= run_update(params, batch, settings, start_weights=params)[1]["kl"] < 1e-13
 
     other = random_params(SMALL, spread=0.5, seed=9)[1]
     reference = jax.tree.map(lambda a, b: a + 0.1 * b, params, other)
-    away = gradient(params, batch, learning, start_weights=reference)
+    away = gradient(params, batch, settings, start_weights=reference)
     assert distance(away, plain(params, data, kl_coef=0.3, start=reference)[1]) < TOLERANCE
-    metrics = run_update(params, batch, learning, start_weights=reference)[1]
+    metrics = run_update(params, batch, settings, start_weights=reference)[1]
     logp, reference_logp = (plain_logp(p, data)[0] for p in (params, reference))
     kl = np.exp(reference_logp - logp) - (reference_logp - logp) - 1
     np.testing.assert_allclose(metrics["kl"], kl.mean(), rtol=1e-4)
 
 
 def test_an_entropy_bonus_is_the_mean_entropy_of_the_trained_tokens(params, data):
-    batch, with_bonus = batch_of(data), dataclasses.replace(LEARNING, entropy_coef=0.5)
-    plainly, found = (run_update(params, batch, it)[1] for it in (LEARNING, with_bonus))
+    batch, with_bonus = batch_of(data), dataclasses.replace(SETTINGS, entropy_coef=0.5)
+    plainly, found = (run_update(params, batch, it)[1] for it in (SETTINGS, with_bonus))
     np.testing.assert_allclose(found["loss"], plainly["loss"] - 0.5 * plainly["entropy"], rtol=1e-4)
     assert distance(gradient(params, batch, with_bonus), gradient(params, batch)) > 0.01
 
 
 @pytest.mark.parametrize("by", ["learner", "sampler"])
 def test_old_logprobs_of_earlier_policies_tokens_are_as_chosen(params, data, by):
-    learning = dataclasses.replace(LEARNING, old_logprobs=by)
+    settings = dataclasses.replace(SETTINGS, old_logprobs=by)
     mesh = make_mesh(data=1, model=1, devices=jax.devices()[:1])
-    how = {"graph": graph(), "mesh": mesh, "learning": learning}
+    how = {"graph": graph(), "mesh": mesh, "settings": settings}
     old = jit(functools.partial(learner.recompute_old_logp, **how))
     batch = batch_of(data)
     stale = dataclasses.replace(batch, is_on_policy_BT=np.zeros_like(batch.is_on_policy_BT))

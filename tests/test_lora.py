@@ -14,7 +14,7 @@ import pytest
 import safetensors.numpy
 from flax import nnx
 from quick import jit
-from updates import LEARNING, SMALL, batch_of, long_tailed, random_weights
+from updates import SETTINGS, SMALL, batch_of, long_tailed, random_weights
 
 from configs import tiny
 from dapo_jax import convert, learner
@@ -88,8 +88,8 @@ def test_gradients_are_the_weights_gradients_through_the_chain_rule(params):
     mesh = make_mesh(data=1, model=1, devices=jax.devices()[:1])
 
     def gradient_of(lora, params, start):
-        learning = dataclasses.replace(LEARNING, lora=lora)
-        how = {"graph": abstract_params(SMALL)[0], "mesh": mesh, "learning": learning}
+        settings = dataclasses.replace(SETTINGS, lora=lora)
+        how = {"graph": abstract_params(SMALL)[0], "mesh": mesh, "settings": settings}
         run = jit(jax.grad(functools.partial(learner.micro_batch_loss, **how), has_aux=True))
         return run(params, start, micro)[0]
 
@@ -111,7 +111,7 @@ def test_gradients_are_the_weights_gradients_through_the_chain_rule(params):
 
 def hidden_states(params, adapters, *, dtype, by_sampler):
     """Runs the model in a dtype as the learner does, or the sampler; float32 x_BTD."""
-    learning = dataclasses.replace(LEARNING, lora=LORA, compute_dtype=dtype)
+    settings = dataclasses.replace(SETTINGS, lora=LORA, compute_dtype=dtype)
     tokens_BT = np.random.default_rng(0).integers(0, 60, (2, 16))
     position_BT = np.broadcast_to(np.arange(16), (2, 16))
     one_BT = np.ones((2, 16), np.int32)
@@ -122,7 +122,7 @@ def hidden_states(params, adapters, *, dtype, by_sampler):
     def run(params, adapters):
         start = optax.tree.cast(params, dtype)
         if by_sampler:
-            weights = unstack(learner.sampled_weights(adapters, start, learning))
+            weights = unstack(learner.sampled_weights(adapters, start, settings))
             attends = [lambda *qkv: (attend(*qkv), None)] * SMALL.num_layers
             part = hidden_layer_by_layer(weights, SMALL, tokens_BT, position_BT, attends, axis=None)
             return part[0].astype(jnp.float32)
@@ -176,8 +176,8 @@ def run(tmp_path_factory):
     config.learner.lora_rank, config.learner.lora_alpha = 3, 6.0
     config.model.path = str(shutil.copytree(config.model.path, folder / "base"))
     programs = components.programs(config, 384)
-    adapters = random_adapters(programs.learning.lora, config=programs.sizes)
-    state = learner.init_state(jax.tree.map(jnp.asarray, adapters), programs.learning)
+    adapters = random_adapters(programs.settings.lora, config=programs.sizes)
+    state = learner.init_state(jax.tree.map(jnp.asarray, adapters), programs.settings)
     checkpoints = Checkpoints(folder / "checkpoints", keep=1)
     train = Mixture({"data.train": types.SimpleNamespace(prompts=[])}, {"data.train": 1.0})
     prompts = types.SimpleNamespace(train=train, eval_sets={})

@@ -30,14 +30,14 @@ def config_of(preset: str = "", **changes):
     return config
 
 
-def learning_of(preset: str = "", **changes) -> learner.Learning:
+def settings_of(preset: str = "", **changes) -> learner.UpdateSettings:
     config = config_of(preset, **changes)
     checks.check(config)
-    return components.learning(config, 60, KERNELS["cpu"])
+    return components.update_settings(config, 60, KERNELS["cpu"])
 
 
 def token_of(ratio, advantage):
-    """(logp, token) of [1, T] tokens, each a response and sampled with probability 1/e."""
+    """(logp, tokens): [1, T] of them, each a response and sampled with probability 1/e."""
     shape = (1, len(ratio))
     zeros = {name: np.zeros(shape, dtype) for name, dtype in Batch.row_fields().items()}
     given = {
@@ -49,20 +49,20 @@ def token_of(ratio, advantage):
         "branch_BT": np.arange(1, len(ratio) + 1)[None],
         "is_on_policy_BT": np.ones(shape, bool),
     }
-    token = Batch(**zeros | given, num_micro=None)
-    return np.log(np.array([ratio], np.float32)) - 1, token
+    tokens = Batch(**zeros | given, num_micro=None)
+    return np.log(np.array([ratio], np.float32)) - 1, tokens
 
 
-def loss_and_slope(logp, token, learning):
+def loss_and_slope(logp, tokens, settings):
     """Each token's loss, the slope of their sum in each log-probability, and the indicators."""
 
     @jit
-    def run(logp, token):
-        of = lambda logp: losses.token_loss(logp, 0.0, token, learning)  # noqa: E731
+    def run(logp, tokens):
+        of = lambda logp: losses.token_loss(logp, 0.0, tokens, settings)  # noqa: E731
         loss, pull, held = jax.vjp(of, logp, has_aux=True)
         return loss, pull(jnp.ones_like(loss))[0], held
 
-    loss_BT, slope_BT, held = jax.device_get(run(logp, token))
+    loss_BT, slope_BT, held = jax.device_get(run(logp, tokens))
     return loss_BT[0], slope_BT[0], {name: value[0] for name, value in held.items()}
 
 
@@ -105,8 +105,8 @@ PLUS_AND_MINUS = (RATIOS * 2, (2.0,) * 6 + (-2.0,) * 6)
     ids=["clip", "cispo", "cispo, both bounds", "none"],
 )
 def test_each_policy_loss_by_hand(changes, slope, held_at):
-    logp, token = token_of(*PLUS_AND_MINUS)
-    loss_T, slope_T, held = loss_and_slope(logp, token, learning_of(**changes))
+    logp, tokens = token_of(*PLUS_AND_MINUS)
+    loss_T, slope_T, held = loss_and_slope(logp, tokens, settings_of(**changes))
     np.testing.assert_allclose(slope_T, slope, rtol=1e-5)
     np.testing.assert_array_equal(slope_T == 0, np.array(slope) == 0)
     assert places(held) == held_at
@@ -117,16 +117,16 @@ def test_each_policy_loss_by_hand(changes, slope, held_at):
 
 def test_by_the_learners_old_logprobs_a_token_weighs_learner_over_sampler():
     """Hand-computed: r = 1.1 to the learner, which has e^0.5 and e of the sampler's probability."""
-    logp, token = token_of([1.1, 1.1, 1.1], [1.0, -2.0, 1.0])
-    behavior_BT = token.old_logp_BT - np.array([[0.5, 0.5, 1.0]], np.float32)
-    token = dataclasses.replace(token, behavior_logp_BT=behavior_BT)
-    learning = learning_of("tis")
-    loss_T, slope_T, held = loss_and_slope(logp, token, learning)
+    logp, tokens = token_of([1.1, 1.1, 1.1], [1.0, -2.0, 1.0])
+    behavior_BT = tokens.old_logp_BT - np.array([[0.5, 0.5, 1.0]], np.float32)
+    tokens = dataclasses.replace(tokens, behavior_logp_BT=behavior_BT)
+    settings = settings_of("tis")
+    loss_T, slope_T, held = loss_and_slope(logp, tokens, settings)
     weight_T = np.array([np.exp(0.5), np.exp(0.5), 2.0])
     np.testing.assert_allclose(loss_T, -weight_T * 1.1 * np.array([1, -2, 1]), rtol=1e-5)
     np.testing.assert_allclose(slope_T, loss_T, rtol=1e-5)
     assert places(held) == {"tis": [2], "high": [], "low": [], "dual": []}
-    plain_T, *_ = loss_and_slope(logp, token, learning_of(old_logprobs="learner"))
+    plain_T, *_ = loss_and_slope(logp, tokens, settings_of(old_logprobs="learner"))
     np.testing.assert_allclose(plain_T, -1.1 * np.array([1, -2, 1]), rtol=1e-5)
 
 
@@ -160,16 +160,16 @@ def test_each_advantage_scale_by_hand(monkeypatch):
 def test_a_constant_is_declared_for_the_losses_that_read_it():
     """A sweep over a constant of another loss had equal arms, and nobody said so."""
     constants = {"eps_low", "eps_high", "dual_clip"}
-    logp, token = token_of([1.0], [1.0])
+    logp, tokens = token_of([1.0], [1.0])
     for loss in losses.POLICY_LOSSES:
-        learning, read = learning_of(policy_loss=loss), set()
+        settings, read = settings_of(policy_loss=loss), set()
 
         class Seen:
-            def __getattr__(self, name, learning=learning, read=read):
+            def __getattr__(self, name, settings=settings, read=read):
                 read.add(name)
-                return getattr(learning, name)
+                return getattr(settings, name)
 
-        losses.token_loss(logp, 0.0, token, Seen())
+        losses.token_loss(logp, 0.0, tokens, Seen())
         declared = {name for name in constants if loss in base.KEYS[f"algo.{name}"].only}
         assert read & constants == declared, loss
 
@@ -217,25 +217,25 @@ def sampled():
     return groups, log_ratio, np.concatenate(behavior)
 
 
-def slopes(learning: learner.Learning) -> list[np.ndarray]:
+def slopes(settings: learner.UpdateSettings) -> list[np.ndarray]:
     """The slope of the mini-batch's loss in each response's log-probabilities, micro by micro."""
     groups, log_ratio, behavior = sampled()
-    batch = learner.make_batch(groups, ADVANTAGE_PG, learning)
+    batch = learner.make_batch(groups, ADVANTAGE_PG, settings)
     order = np.argsort(behavior)
 
     @jit
-    def slope(logp_BT, token):
-        total = lambda logp_BT: jnp.sum(losses.token_loss(logp_BT, 0.0, token, learning)[0])  # noqa: E731
+    def slope(logp_BT, tokens):
+        total = lambda logp_BT: jnp.sum(losses.token_loss(logp_BT, 0.0, tokens, settings)[0])  # noqa: E731
         return jax.grad(total)(logp_BT)
 
     found = np.full(len(behavior), np.nan)
     for m in range(int(batch.num_micro)):
-        token = learner.micro_batch(batch, m)
-        place_BT = order[np.searchsorted(behavior[order], token.behavior_logp_BT).clip(max=81)]
-        logp_BT = token.behavior_logp_BT + np.concatenate(log_ratio)[place_BT]
-        slope_BT = np.asarray(slope(logp_BT.astype(np.float32), token))
-        assert not slope_BT[~token.is_response_BT].any()
-        found[place_BT[token.is_response_BT]] = slope_BT[token.is_response_BT]
+        tokens = learner.micro_batch(batch, m)
+        place_BT = order[np.searchsorted(behavior[order], tokens.behavior_logp_BT).clip(max=81)]
+        logp_BT = tokens.behavior_logp_BT + np.concatenate(log_ratio)[place_BT]
+        slope_BT = np.asarray(slope(logp_BT.astype(np.float32), tokens))
+        assert not slope_BT[~tokens.is_response_BT].any()
+        found[place_BT[tokens.is_response_BT]] = slope_BT[tokens.is_response_BT]
     return np.split(found, CUTS)
 
 
@@ -275,9 +275,9 @@ def slopes_by_hand(preset: str) -> list[np.ndarray]:
 )
 def test_a_preset_has_its_papers_gradient_in_every_layout(preset, layout, changes):
     """So has gspo.py, a loss from outside."""
-    learning = learning_of(preset, **changes)
-    learning = dataclasses.replace(learning, update_responses=8, **LAYOUTS[layout])
-    found, by_hand = slopes(learning), slopes_by_hand(preset)
+    settings = settings_of(preset, **changes)
+    settings = dataclasses.replace(settings, update_responses=8, **LAYOUTS[layout])
+    found, by_hand = slopes(settings), slopes_by_hand(preset)
     largest = max(np.abs(slope).max() for slope in by_hand)
     assert largest > 0
     for ours, theirs in zip(found, by_hand, strict=True):

@@ -34,16 +34,17 @@ def test_one_step(tmp_path):
 
         # Advantage: in units of the group's standard deviation, around its mean (Eq. 9).
         how = {"scale": config.algo.advantage_scale}
-        advantage_PG = losses.advantages(reward_PG, rollouts.kept, rollouts.sampled_PG, **how)
-        kept_PG = reward_PG[rollouts.kept]
+        kept, tokens_PG = rollouts.kept, rollouts.sampled_tokens_PG
+        advantage_PG = losses.advantages(reward_PG, kept, tokens_PG, **how)
+        kept_PG = reward_PG[kept]
         centred_PG = kept_PG - kept_PG.mean(axis=1, keepdims=True)
         spread_P1 = kept_PG.std(axis=1, ddof=1, keepdims=True)
         np.testing.assert_allclose(advantage_PG, centred_PG / spread_P1, rtol=1e-5)
 
         # Pack: a prompt, then responses to it, in rows of 192 tokens. The first update is for two
         # groups, of which all tokens weigh the same.
-        constants, mesh = run.programs.learning, run.programs.mesh
-        batch, _ = learner.minibatches(rollouts, advantage_PG, constants, mesh)
+        settings, mesh = run.programs.settings, run.programs.mesh
+        batch, _ = learner.minibatches(rollouts, advantage_PG, settings, mesh)
         is_response, weight = (np.asarray(a) for a in (batch.is_response_BT, batch.weight_BT))
         length_PG = rollouts.length_PG[rollouts.kept][:2]
         tokens = length_PG.sum()

@@ -15,7 +15,7 @@ import optax
 import pytest
 from engines import SAMPLING, programs
 from quick import equations, jit
-from updates import LEARNING, gradient
+from updates import SETTINGS, gradient
 
 from dapo_jax import learner
 from dapo_jax.learner import make_batch
@@ -30,7 +30,7 @@ from sharding.mesh import make_mesh
 
 # Without clips, where a ratio near a bound rounds to either side of it, and in float32 too.
 SMOOTH = dataclasses.replace(
-    LEARNING, remat="none", eps_low=1e6, eps_high=1e6, dual_clip=1e6, max_grad_norm=1e6
+    SETTINGS, remat="none", eps_low=1e6, eps_high=1e6, dual_clip=1e6, max_grad_norm=1e6
 )
 ROUNDING = 0.025  # of a parameter's gradient; measured 0.003 to 0.016
 
@@ -142,7 +142,7 @@ def test_what_devices_add_up_is_float32(tied):
     graph, params = abstract_params(sizes)
     mesh = make_mesh(data=2, model=1, devices=jax.devices()[:2])
     half = dataclasses.replace(SMOOTH, compute_dtype="bfloat16")
-    loss = functools.partial(learner.micro_batch_loss, graph=graph, mesh=mesh, learning=half)
+    loss = functools.partial(learner.micro_batch_loss, graph=graph, mesh=mesh, settings=half)
     fields = Batch.row_fields().items()
     arrays = {name: jax.ShapeDtypeStruct((4, 128), dtype) for name, dtype in fields}
     batch = Batch(**arrays, num_micro=None)
@@ -190,7 +190,7 @@ def test_float32_is_float32_and_a_gpu_adds_up_in_one_order(monkeypatch, platform
     changes |= {"learner": {"row_tokens": 160}}
     built = programs("qwen2", "", lora_rank=4, **changes)
     sampler, weights = built.engine.lower(SAMPLING), (built.state.params, built.start_weights)
-    batch = learner.abstract_batch(built.learning, 160, built.mesh)
+    batch = learner.abstract_batch(built.settings, 160, built.mesh)
     built.reshard.lower(*weights)
     built.lower_learner(160)
     built.recompute_old_logp.lower(*weights, batch)

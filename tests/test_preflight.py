@@ -15,7 +15,7 @@ from dapo_jax.preflight import examine
 from dapo_jax.preflight.chips import GIB, chip_of
 from dapo_jax.preflight.compile import CUDA, LIBTPU, compiled, topology_devices
 from dapo_jax.setup import components
-from dapo_jax.setup.dry_run import device_bytes
+from dapo_jax.setup.memory import device_bytes
 from models.qwen2 import PRESETS, Qwen2Config
 from models.transformer import abstract_params
 

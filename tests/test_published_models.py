@@ -211,7 +211,7 @@ def test_a_published_directory_is_planned(name, tmp_path):
     assert ("coef = 0.001 of config.json: there is no" in said) == (family == "qwen3_moe")
     assert not preset or sizes == families.load(family).presets[preset]
     assert (tokenizer.vocab_size, {*tokenizer.stop_ids}) == (sampled, stop_ids)
-    assert planned.programs.learning.vocab_size == sampled <= sizes.vocab_size
+    assert planned.programs.settings.vocab_size == sampled <= sizes.vocab_size
     r = planned.config.rollout
     assert r.max_response_tokens == min(4_096, positions - r.max_prompt_tokens)
     assert tokenizer.chat == ("template" if ids.template else "none")

@@ -339,8 +339,8 @@ def test_the_learners_old_logprobs_are_those_before_the_first_update(monkeypatch
 def test_minibatches_cover_the_kept_groups_once(monkeypatch):
     """Mini-batches have at most eight responses, in groups of two."""
     monkeypatch.setattr(train.learner, "minibatch", lambda groups, advantage_PG, *_: groups)
-    learning = types.SimpleNamespace(update_responses=8)
+    settings = types.SimpleNamespace(update_responses=8)
     for kept, chunks in ((10, ["abcd", "efg", "hij"]), (0, [])):
         rollouts = types.SimpleNamespace(kept=np.arange(kept), sampled="abcdefghijk")
-        found = train.learner.minibatches(rollouts, np.zeros((11, 2)), learning, None)
+        found = train.learner.minibatches(rollouts, np.zeros((11, 2)), settings, None)
         assert ["".join(groups) for groups in found] == chunks

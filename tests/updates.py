@@ -51,7 +51,7 @@ def small_config(**changes):
     return config
 
 
-LEARNING = components.learning(small_config(), VOCAB, KERNELS["cpu"])
+SETTINGS = components.update_settings(small_config(), VOCAB, KERNELS["cpu"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,41 +121,41 @@ def groups_of(data: Responses, *, group_size: int) -> list[Group]:
 
 
 def batch_of(data: Responses, *, group_size=1, **changes) -> Batch:
-    """Packs a mini-batch, by LEARNING with changes; responses that did not stop are masked."""
+    """Packs a mini-batch, by SETTINGS with changes; responses that did not stop are masked."""
     groups = groups_of(data, group_size=group_size)
     advantage_PG = data.advantage_R.reshape(-1, group_size)
-    return make_batch(groups, advantage_PG, dataclasses.replace(LEARNING, **changes))
+    return make_batch(groups, advantage_PG, dataclasses.replace(SETTINGS, **changes))
 
 
 @functools.cache
-def jitted_update(learning: learner.Learning, sizes):
+def jitted_update(settings: learner.UpdateSettings, sizes):
     mesh = make_mesh(data=1, model=1, devices=jax.devices()[:1])
-    return jit(functools.partial(learner.update, graph=graph(sizes), mesh=mesh, learning=learning))
+    return jit(functools.partial(learner.update, graph=graph(sizes), mesh=mesh, settings=settings))
 
 
 def next_update(
-    state, batch, learning=LEARNING, *, start_weights=None, learning_rate=1e-3, sizes=SMALL
+    state, batch, settings=SETTINGS, *, start_weights=None, learning_rate=1e-3, sizes=SMALL
 ):
     """Takes an update of a model of these sizes: (state, metrics), host arrays."""
-    update = jitted_update(learning, sizes)
+    update = jitted_update(settings, sizes)
     return jax.device_get(update(jax.device_get(state), start_weights, batch, learning_rate))
 
 
-def run_update(params, batch, learning=LEARNING, **options):
+def run_update(params, batch, settings=SETTINGS, **options):
     """Takes the first update: (state, metrics)."""
-    return next_update(init_state(params, learning), batch, learning, **options)
+    return next_update(init_state(params, settings), batch, settings, **options)
 
 
 def first_moment(state: learner.TrainState):
     return state.opt_state[1][0].mu
 
 
-def gradient(params, batch, learning=LEARNING, **options):
+def gradient(params, batch, settings=SETTINGS, **options):
     """Computes the first update's gradient: Adam's first moment is (1 - b1) times it."""
-    state, metrics = run_update(params, batch, learning, **options)
+    state, metrics = run_update(params, batch, settings, **options)
     assert metrics["taken"]
-    assert metrics["grad_norm"] < learning.max_grad_norm
-    return jax.tree.map(lambda m: m / (1 - learning.adam_b1), first_moment(state))
+    assert metrics["grad_norm"] < settings.max_grad_norm
+    return jax.tree.map(lambda m: m / (1 - settings.adam_b1), first_moment(state))
 
 
 def padded(rows) -> np.ndarray:
@@ -183,7 +183,7 @@ def plain_rows(data: Responses) -> dict[str, np.ndarray]:
 def row_logp(params, rows):
     """Computes (logp_RT of each next token, logp_RTV)."""
     ids_RT = rows["ids_RT"]
-    logits_RTV = nnx.merge(graph(), params)(ids_RT)[:, :-1, :VOCAB] / LEARNING.temperature
+    logits_RTV = nnx.merge(graph(), params)(ids_RT)[:, :-1, :VOCAB] / SETTINGS.temperature
     logp_RTV = jax.nn.log_softmax(logits_RTV, axis=-1)
     return jnp.take_along_axis(logp_RTV, ids_RT[:, 1:, None], axis=-1)[..., 0], logp_RTV
 

@@ -85,7 +85,7 @@ def lowered_programs(built: components.Programs) -> dict[str, jax.stages.Lowered
         sampler = built.engine.lower(sampling, *(stream.sampling for stream in streams))
     by_size = sorted(sampler.items(), key=lambda item: item[0][2:])
     programs |= {kind: lowered for (kind, *_), lowered in by_size}
-    row_tokens = learner.row_lengths(built.learning)[-1]
+    row_tokens = learner.row_lengths(built.settings)[-1]
     with hosts.saying_seconds(f"tracing the update of rows of {row_tokens} tokens", say):
         return built.lower_learner(row_tokens) | programs  # the longest compile first
 

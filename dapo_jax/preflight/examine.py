@@ -15,8 +15,8 @@ from dapo_jax.preflight.compile import (
     topology_devices,
     without_weights,
 )
-from dapo_jax.setup import auto_sizes, components, start
-from dapo_jax.setup.dry_run import device_bytes, memory
+from dapo_jax.setup import auto_sizes, components, memory, start
+from dapo_jax.setup.memory import device_bytes
 
 WANTED_HEADROOM = 0.10
 UPDATES = ("update", "old_logp")  # the learner's programs
@@ -24,15 +24,14 @@ ADVICE = (
     "lower learner.micro_batch_rows, learner.row_tokens, learner.row_lengths or "
     "rollout.cache_mib, set learner.remat to offload, raise mesh.model, or take a larger topology"
 )
-PARTS = ("state", "start weights", "sampler's weights", "keys and values", "batch", "temporaries")
 
 
 @dataclasses.dataclass(frozen=True)
 class Findings:
     """A config's compiled programs on one topology, and the memory that they need.
 
-    phases: a program's name -> one of PARTS -> bytes of a device while it runs. calls: its name ->
-    our kernels, collectives, bytes that these exchange.
+    phases: as of `memory_phases`. calls: a program's name -> our kernels, collectives, bytes that
+    these exchange.
     """
 
     chip: Chip
@@ -61,13 +60,10 @@ class Findings:
         out = [
             f"{self.chips} chips of {self.chip.name}, mesh {mesh}",
             f"a data shard has {cache.slots} slots and {cache.pages} pages (JAX {jax.__version__})",
-            "",
-            f"{'GiB a device':22}{''.join(f'{name:>{len(name) + 3}}' for name in PARTS)}   in all",
+            "memory of a device while a program runs, GiB:",
+            *memory.lines(self.phases, GIB),
+            "called on a device, of a loop of micro-batches or decode steps one turn:",
         ]
-        for phase, parts in self.phases.items():
-            sizes = (f"{parts.get(name, 0) / GIB:{len(name) + 3}.2f}" for name in PARTS)
-            out.append(f"{phase:22}{''.join(sizes)}{self.totals[phase] / GIB:9.2f}")
-        out.append("called on a device, of a loop of micro-batches or decode steps one turn:")
         for name, (kernels, collectives, size) in self.calls.items():
             exchanged = f"{collectives:,} collectives exchange {size / GIB:.3f} GiB"
             out.append(f"{name:22}{kernels} kernels of ours; {exchanged}")
@@ -111,22 +107,17 @@ def planned(config: ConfigDict, devices, device_bytes: int) -> start.Planned:
 
 
 def memory_phases(built: components.Programs, programs: dict) -> dict[str, dict[str, int]]:
-    """Returns the memory of a device while each program runs, as `Findings` has it.
+    """Returns name of a program -> what a device holds while it runs -> bytes.
 
-    programs: as `compiled_programs` returns them. The parts of sampling are those of `train
-    --dry_run`. The update's batch is the rest of the compiler's arguments; its gradients are among
-    the temporaries.
+    programs: as `compiled_programs` returns them. The update's batch is the rest of the compiler's
+    arguments; its gradients are among the temporaries.
     """
-    sampling, updating = memory(built).values()
-    kept = {name: size for name, size in sampling.items() if name in updating}
-    phases = {}
+    held, phases = memory.phases(built), {}
     for name, (program, *_) in programs.items():
-        parts = sampling
+        parts = held.get("update" if name in UPDATES else name, held["rollout"])
         if name in UPDATES:
             given = built.state if name == "update" else built.state.params
-            held = device_bytes((given, built.start_weights))
-            parts = kept | {"batch": program.argument_size_in_bytes - held}
-        elif name == "reshard":
-            parts = kept | {"sampler's weights": sampling["sampler's weights"]}
+            batch = program.argument_size_in_bytes - device_bytes((given, built.start_weights))
+            parts = parts | {"gradients": 0, "batch": batch}
         phases[name] = parts | {"temporaries": program.temp_size_in_bytes}
     return phases

@@ -11,14 +11,13 @@ import pathlib
 from collections.abc import Mapping
 
 import jax
-import jax.numpy as jnp
 from clu.parameter_overview import count_parameters
 from ml_collections import ConfigDict
 
 from configs import base
 from dapo_jax import hub, learner
 from dapo_jax.process import hosts
-from dapo_jax.setup import components
+from dapo_jax.setup import components, memory
 from models import families
 from models.hf_config import load_config, read_config
 from models.kernels import kernels_for, platform_of
@@ -35,7 +34,7 @@ CPU_SLOTS_TIMES_PARAMETERS = 2**33
 FEWEST_CPU_SLOTS = 16
 CACHE_SHARE = 0.8  # of what the weights leave of a device; programs need the rest
 HOST_SHARE = 0.25  # of a host's memory, where it is the device
-STATE_BYTES = 12  # a trained parameter and its two moments, float32
+ANY_CACHE_MIB = 2**24  # holds a request of any model
 # Tokens of a micro-batch on each group of devices, where they are chosen: fewer leave the cores
 # waiting for weights; more are padding, or activations that may not fit.
 MICRO_BATCH_TOKENS = {"cpu": 1_024, "tpu": 16_384, "gpu": 16_384}
@@ -61,7 +60,7 @@ def fit_model(config: ConfigDict, *, training: bool = False) -> None:
         model_type = read_config(path).get("model_type")
         config.model.family = model_type if model_type in families.BUILT_IN else "qwen2"
     if not config.model.compute_dtype:
-        config.model.compute_dtype = "float32" if _device_bytes() is None else "bfloat16"
+        config.model.compute_dtype = "float32" if memory.device_limit() is None else "bfloat16"
     if not r.max_prompt_tokens:  # as many as there can be, until the data has been read
         positions = _positions(config)
         reserved = r.max_response_tokens or (positions // 2 if training else 1)
@@ -136,14 +135,7 @@ def fit_training(config: ConfigDict, *_, devices=None, device_bytes: int | None 
     fit_cache(config, requests, training=True, devices=devices, device_bytes=device_bytes)
 
 
-def fit_cache(
-    config: ConfigDict,
-    requests: int,
-    *,
-    training: bool = False,
-    devices=None,
-    device_bytes: int | None = None,
-) -> None:
+def fit_cache(config, requests: int, *, training=False, devices=None, device_bytes=None) -> None:
     """Fills in the cache: slots for so many requests, as memory and a CPU's cores allow.
 
     training: whether the training state is on the devices too. devices, device_bytes: as of
@@ -156,21 +148,20 @@ def fit_cache(
     sizes, mesh = components.model_sizes(config), components.mesh_of(config, devices)
     kernels = kernels_for(config.model.kernels, platform_of(mesh))
     wanted = min(MOST_SLOTS, -(-requests // rules.row_degree(mesh)))
-    parameters = count_parameters(abstract_params(sizes)[1])
     if platform_of(mesh) == "cpu":
+        parameters = count_parameters(abstract_params(sizes)[1])
         enough = -(-CPU_SLOTS_TIMES_PARAMETERS // (parameters * rules.row_degree(mesh)))
         wanted = min(wanted, max(FEWEST_CPU_SLOTS, enough))
-    if (device := device_bytes or _device_bytes()) is None:
+    if (device := device_bytes or memory.device_limit()) is None:
         most = HOST_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         most /= jax.local_device_count()
     else:
-        weights = parameters * jnp.dtype(config.model.compute_dtype).itemsize
-        held = weights / mesh.shape["model"]
-        if training:
-            divided = mesh.shape["data"] * mesh.shape["model"]  # every slice has all of it
-            held += _state_bytes(config, sizes, weights, parameters) / divided
+        r.cache_mib = ANY_CACHE_MIB  # of these programs only what lies beside it is asked
+        built = components.programs(config, 0, devices=devices)
+        r.cache_mib = 0
+        held = memory.beside_cache(built) if training else memory.device_bytes(built.engine.params)
         most = CACHE_SHARE * (device - held)
-    most = min(hosts.gather(most))  # all processes have the same programs
+    most_mib = int(min(hosts.gather(most)) / 2**20)  # all processes have the same programs
 
     def slots(mib: int) -> int:
         try:
@@ -180,31 +171,13 @@ def fit_cache(
             return 0
 
     # The fewest that hold the requests: rows of more slots are computed in every step.
-    sizes_mib = range(1, max(1, int(most) // 2**20))
-    mib = 1 + bisect.bisect_left(sizes_mib, wanted, key=slots)
-    if most < mib * 2**20 or not slots(mib):
-        whole = "" if device is None else f" of {device / 2**20:,.0f}"
+    mib = 1 + bisect.bisect_left(range(1, max(1, most_mib)), wanted, key=slots)
+    if most_mib < mib or not slots(mib):
+        whole = f" of {device / 2**20:,.0f}" if device else ""
         raise ValueError(
             f"a prompt of {r.max_prompt_tokens:,} tokens with a response of "
             f"{r.max_response_tokens:,} (rollout.max_response_tokens, --max_tokens) does not fit "
-            f"in the {max(0.0, most) / 2**20:,.0f} MiB that a device{whole} has for the cache; "
+            f"in the {max(0, most_mib):,} MiB that a device{whole} has for the cache; "
             "lower that or rollout.page_tokens, or raise mesh.model"
         )
     r.cache_mib = mib
-
-
-def _state_bytes(config: ConfigDict, sizes, weights: int, parameters: int) -> float:
-    """Counts the bytes of the training state, and of what is kept beside it."""
-    lora = components.lora_of(config)
-    if lora:
-        parameters = count_parameters(components.abstract_adapters(sizes, lora))
-    state = STATE_BYTES * parameters
-    if lora or config.algo.kl_coef > 0:
-        state += weights  # the start policy's
-    # With partial rollouts the cache stays beside the update and its gradients.
-    return state * (1 + 4 / STATE_BYTES) if config.rollout.partial_rollout_steps else state
-
-
-def _device_bytes() -> int | None:
-    """The memory of a device that programs may take; None for a CPU, which tells of none."""
-    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")

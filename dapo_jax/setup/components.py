@@ -51,7 +51,7 @@ class Programs:
     sizes: ModelConfig
     mesh: jax.sharding.Mesh
     engine: Engine
-    learning: learner.Learning
+    settings: learner.UpdateSettings
     reshard: jax.stages.Wrapped  # (trained params, start_weights) -> the sampler's weights
     update: jax.stages.Wrapped  # (state, start_weights, batch, learning_rate) -> state, metrics
     recompute_old_logp: jax.stages.Wrapped  # (params, start_weights, batch) -> old_logp_MBT
@@ -64,17 +64,17 @@ class Programs:
 
         "old_logp", where the loss takes the learner's own, and "update".
         """
-        batch = learner.abstract_batch(self.learning, row_tokens, self.mesh)
+        batch = learner.abstract_batch(self.settings, row_tokens, self.mesh)
         rate = jax.ShapeDtypeStruct((), jnp.float32, sharding=rules.replicated(self.mesh))
         lowered = {}
-        if takes_old_logp(self.learning):
+        if takes_old_logp(self.settings):
             policy = (self.state.params, self.start_weights)
             lowered["old_logp"] = self.recompute_old_logp.lower(*policy, batch)
         return lowered | {"update": self.update.lower(self.state, self.start_weights, batch, rate)}
 
     def compile_learner(self) -> dict[str, Callable]:
         """Compiles these for all lengths: what does not fit shows before anything is sampled."""
-        lengths = learner.row_lengths(self.learning)
+        lengths = learner.row_lengths(self.settings)
         lowered = {(n, name): it for n in lengths for name, it in self.lower_learner(n).items()}
         with concurrent.futures.ThreadPoolExecutor() as pool:
             compiled = pool.map(jax.stages.Lowered.compile, lowered.values())
@@ -107,7 +107,7 @@ class Programs:
 
     def start_params(self) -> dict:
         """Makes the trained arrays of the start: all weights in float32, or LoRA factors."""
-        lora = self.learning.lora
+        lora = self.settings.lora
         if lora is None:
             weights = self.load_weights(dtype="float32")
             in_bfloat16 = self.config.model.compute_dtype == "bfloat16"
@@ -128,7 +128,7 @@ class Programs:
 
     def start_state(self) -> learner.TrainState:
         """The training state before the first step, on the mesh."""
-        init = functools.partial(learner.init_state, learning=self.learning)
+        init = functools.partial(learner.init_state, settings=self.settings)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state)
         return jax.jit(init, out_shardings=shardings, donate_argnums=0)(self.start_params())
 
@@ -320,16 +320,16 @@ def programs(config: ConfigDict, vocab_size: int, *, devices=None) -> Programs:
             f"learner.row_tokens = {row_tokens} does not hold the longest response, which begins "
             f"behind its prompt at a multiple of {multiple}: set {longest} or more"
         )
-    constants = learning(config, vocab_size, kernels, routes=sizes.routes)
+    settings = update_settings(config, vocab_size, kernels, routes=sizes.routes)
     graph, params = abstract_params(sizes)
     shardings = rules.param_shardings(mesh, param_axes(params), params, rules.LEARNER)
     weights = jax.eval_shape(lambda p: optax.tree.cast(p, config.model.compute_dtype), params)
-    trained = abstract_adapters(sizes, constants.lora) if constants.lora else params
-    state = jax.eval_shape(functools.partial(learner.init_state, learning=constants), trained)
+    trained = abstract_adapters(sizes, settings.lora) if settings.lora else params
+    state = jax.eval_shape(functools.partial(learner.init_state, settings=settings), trained)
     state_shardings = rules.param_shardings(mesh, param_axes(state), state, rules.LEARNER)
 
     def sampler_weights(params, start_weights):
-        return unstack(learner.sampled_weights(params, start_weights, constants))
+        return unstack(learner.sampled_weights(params, start_weights, settings))
 
     of_engine = jax.eval_shape(sampler_weights, state.params, weights)
     engine_shardings = rules.param_shardings(mesh, param_axes(of_engine), of_engine, rules.SAMPLER)
@@ -338,16 +338,16 @@ def programs(config: ConfigDict, vocab_size: int, *, devices=None) -> Programs:
     cache = cache_of(config, sizes, mesh, kernels, cache_bytes=cache_bytes)
     # Alone a forward pass has the bits of the one in an update only without excess precision.
     as_written = options = OPTIONS.get(platform_of(mesh), {})
-    if takes_old_logp(constants):
+    if takes_old_logp(settings):
         as_written = options | {"xla_allow_excess_precision": False}
-    of_update = {"graph": graph, "mesh": mesh, "learning": constants}
-    needs_start_weights = constants.lora is not None or constants.kl_coef > 0
+    of_update = {"graph": graph, "mesh": mesh, "settings": settings}
+    needs_start_weights = settings.lora is not None or settings.kl_coef > 0
     return Programs(
         config=config,
         sizes=sizes,
         mesh=mesh,
         engine=Engine(sizes, mesh, cache, params=engine_params, kernels=kernels),
-        learning=constants,
+        settings=settings,
         reshard=jax.jit(sampler_weights, out_shardings=engine_shardings, compiler_options=options),
         update=jax.jit(
             functools.partial(learner.update, **of_update),
@@ -385,13 +385,13 @@ def abstract_adapters(sizes: ModelConfig, lora: Lora) -> dict:
     return jax.eval_shape(lambda: init_adapters(sizes, lora, key=jax.random.key(0)))
 
 
-def learning(
+def update_settings(
     config: ConfigDict, vocab_size: int, kernels: Kernels, *, routes: tuple[int, ...] = ()
-) -> learner.Learning:
+) -> learner.UpdateSettings:
     """Returns the constants of the config's updates; routes: the model's."""
     r, keys = config.rollout, config.algo.to_dict() | config.learner.to_dict()
-    fields = {field.name for field in dataclasses.fields(learner.Learning)}
-    return learner.Learning(
+    fields = {field.name for field in dataclasses.fields(learner.UpdateSettings)}
+    return learner.UpdateSettings(
         **{name: value for name, value in keys.items() if name in fields},
         compute_dtype=config.model.compute_dtype,
         temperature=r.temperature,

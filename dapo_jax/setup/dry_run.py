@@ -3,25 +3,21 @@
 Nothing is loaded to the devices, locked, or written but to the hub's cache. Preflight compiles.
 """
 
-import math
 import pathlib
-from collections.abc import Iterator
 
-import jax
 from ml_collections import ConfigDict
 
-from dapo_jax import hub, learner
+from dapo_jax import hub
 from dapo_jax.checkpoints import begun, fingerprint
 from dapo_jax.checkpoints.begun import Parent
 from dapo_jax.checkpoints.same_run import FORK, RESUME, require
 from dapo_jax.checkpoints.store import Checkpoints, DamagedError
 from dapo_jax.printable import printable, shortened
 from dapo_jax.process import hosts
-from dapo_jax.setup import components, start
+from dapo_jax.setup import components, memory, start
 from dapo_jax.tasks.tokenizer import Tokenizer
 from models import hf
 
-MIB = 2**20
 SHOWN_CHARS = 1_000  # of a prompt
 
 
@@ -52,7 +48,10 @@ def dry_run(config: ConfigDict, workdir: pathlib.Path, parent: Parent | None) ->
             require(question, theirs, ours, f"checkpoint {step} in {there.directory}", say)
     except DamagedError as error:
         say(f"{error}: a start would try the checkpoint before")
-    say("\n".join(memory_lines(run.programs)))
+    say("memory of a device, MiB, without the programs' temporaries:")
+    say("\n".join(memory.lines(memory.phases(run.programs), memory.MIB)))
+    if limit := memory.device_limit():
+        say(f"  the device has {limit / memory.MIB:,.0f}")
     done = f"{step or 0} of {config.num_steps} steps are done in {workdir}"
     say(f"dry run: {done}. Nothing was written or compiled")
 
@@ -66,37 +65,3 @@ def example_lines(data: components.Data, tokenizer: Tokenizer) -> list[str]:
         lines.append(f"the first prompt of {key}, whose answer is {prompt.example.answer!r}:")
         lines += [f"  | {printable(line)}" for line in text.split("\n")]
     return lines
-
-
-def device_bytes(tree) -> int:
-    """Counts the bytes of ShapeDtypeStructs with shardings on one device."""
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(tree)
-    )
-
-
-def memory(programs: components.Programs) -> dict[str, dict[str, int]]:
-    """Phase of a step -> what a device holds in it -> bytes; what programs need beside is not in.
-
-    As shapes and shardings say it: the rounded copies and activations inside the compiled programs
-    are the compiler's.
-    """
-    p, longest = programs, learner.row_lengths(programs.learning)[-1]
-    batch = learner.abstract_batch(p.learning, longest, p.mesh)
-    state = {"state": device_bytes(p.state), "start weights": device_bytes(p.start_weights)}
-    weights = {"sampler's weights": device_bytes(p.engine.params)}
-    pages = {"keys and values": device_bytes(p.engine.pages)}
-    kept = pages if p.config.rollout.partial_rollout_steps else {}
-    update = {"gradients": device_bytes(p.state.params), "batch": device_bytes(batch)}
-    return {"rollout": state | weights | pages, "update": state | update | kept}
-
-
-def memory_lines(programs: components.Programs) -> Iterator[str]:
-    """Says what a device holds in each phase, and what it has where that is known."""
-    yield "memory of a device, MiB, without the programs' temporaries:"
-    for phase, parts in memory(programs).items():
-        held = "  ".join(f"{name} {size / MIB:,.1f}" for name, size in parts.items() if size)
-        yield f"  {phase:8} {sum(parts.values()) / MIB:10,.1f}  =  {held}"
-    has = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-    yield f"  the device has {has / MIB:,.0f}" if has else "  what the device has is not known here"

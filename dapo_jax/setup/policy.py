@@ -59,7 +59,7 @@ def restored(
     step: None: the newest; 0: the policy before the first step. Raises FileNotFoundError where
     there is no such checkpoint, ValueError where the config, or the start model, is not the run's.
     """
-    config, lora = programs.config, programs.learning.lora
+    config, lora = programs.config, programs.settings.lora
     newest = checkpoints.latest_step()
     step = newest if step is None else step
     if step is None:

@@ -298,7 +298,7 @@ def agree_step(work: Work, preset: str, dtype: str) -> str:
         state = programs.start_state()
         weights = programs.reshard(state.params, None)
         groups = groups or common.sample(programs, weights, prompts, [[64] * 4] * 4)[0]
-        batch = minibatch(groups, advantage_PG, programs.learning, programs.mesh)
+        batch = minibatch(groups, advantage_PG, programs.settings, programs.mesh)
         state, metrics = programs.compile_learner()["update"](state, None, batch, np.float32(1e-6))
         return groups, jax.device_get(state), jax.device_get(metrics)
 
@@ -379,7 +379,7 @@ def update(work: Work, preset: str, row_tokens: int) -> str:
     prompts = common.random_prompts(built, rows, PROMPT)
     groups = [Group(i, Prompt(prompt), (response(),)) for i, prompt in enumerate(prompts)]
     advantage_PG = rng.normal(size=(rows, 1)).astype(np.float32)
-    batch = minibatch(groups, advantage_PG, built.learning, built.mesh)
+    batch = minibatch(groups, advantage_PG, built.settings, built.mesh)
 
     def one_update():
         nonlocal state
@@ -511,7 +511,7 @@ def step(work: Work, preset: str) -> str:
     for first in range(0, r.num_prompts, per_update):
         chosen = groups[first : first + per_update]
         advantage_PG = np.random.default_rng(first).normal(size=(len(chosen), r.group_size))
-        batch = minibatch(chosen, advantage_PG.astype(np.float32), built.learning, built.mesh)
+        batch = minibatch(chosen, advantage_PG.astype(np.float32), built.settings, built.mesh)
         state, metrics = program(state, None, batch, np.float32(1e-6))
     gap, updates_s = float(metrics["ratio_gap"]), time.perf_counter() - start
     config.model.kernels = "auto"  # the estimate is a TPU's

@@ -70,7 +70,7 @@ def ours(size: str, length_PG: np.ndarray) -> Callable[[], dict[str, float]]:
 
     def take_update(groups):
         nonlocal state
-        batch = minibatch(groups, advantage_PG, built.learning, built.mesh)
+        batch = minibatch(groups, advantage_PG, built.settings, built.mesh)
         state, metrics = update(state, None, batch, np.float32(1e-6))
         return hosts.fetch(metrics), jax.block_until_ready(state)
 

@@ -127,7 +127,7 @@ class Step:
         return {rounds: self._log_p(rounds) for rounds in (False, True)}
 
     def _log_p(self, rounds: bool) -> Callable:
-        how = dataclasses.replace(self.run.programs.learning, old_logprobs="learner")
+        how = dataclasses.replace(self.run.programs.settings, old_logprobs="learner")
         if rounds:
             attend = how.kernels.attend_rows
 
@@ -137,7 +137,7 @@ class Step:
             kernels = dataclasses.replace(how.kernels, attend_rows=attend_rows)
             how = dataclasses.replace(how, kernels=kernels)
         graph, _ = abstract_params(self.run.programs.sizes)
-        of = {"graph": graph, "mesh": self.run.programs.mesh, "learning": how}
+        of = {"graph": graph, "mesh": self.run.programs.mesh, "settings": how}
         program = jax.jit(functools.partial(learner.recompute_old_logp, **of))
 
         def log_p(params, batch):
@@ -160,9 +160,9 @@ class Step:
     @functools.cached_property
     def _gradient(self) -> Callable:
         programs = self.run.programs
-        learning = dataclasses.replace(programs.learning, policy_loss=f"{__name__}:own_log_p")
+        settings = dataclasses.replace(programs.settings, policy_loss=f"{__name__}:own_log_p")
         graph, _ = abstract_params(programs.sizes)
-        of = {"graph": graph, "mesh": programs.mesh, "learning": learning}
+        of = {"graph": graph, "mesh": programs.mesh, "settings": settings}
         of_micro = jax.grad(functools.partial(learner.micro_batch_loss, **of), has_aux=True)
 
         def whole(params, batch):
@@ -176,7 +176,7 @@ class Step:
         return jax.jit(whole)
 
 
-def own_log_p(compared, logp, token: Batch, learning):
+def own_log_p(logp_pair, logp, tokens: Batch, settings):
     """Makes a token's log p its loss, as algo.policy_loss takes one."""
     return logp, {}
 
@@ -201,7 +201,7 @@ def of_seed(model: str, seed: int, workdir: pathlib.Path) -> list[dict]:
         scale = config.algo.advantage_scale
         advantage_PG = losses.advantages(reward_PG, rollouts.kept, rollouts.length_PG, scale=scale)
         programs = run.programs
-        batches = learner.minibatches(rollouts, advantage_PG, programs.learning, programs.mesh)
+        batches = learner.minibatches(rollouts, advantage_PG, programs.settings, programs.mesh)
         step, published = Step(run, [*batches]), jax.device_get(state.params)
         return [
             {"model": model, "seed": seed, "start": grid, **row}

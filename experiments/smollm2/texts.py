@@ -82,17 +82,17 @@ def fixed_batches(of: components.Programs, data: components.Data, tokenizer, tex
     size = of.config.rollout.num_prompts // of.config.updates_per_step
     parts = [groups[i : i + size] for i in range(0, len(groups), size)]
     one_PG = np.ones((size, len(groups[0].responses)))
-    return [learner.minibatch(part, one_PG[: len(part)], of.learning, of.mesh) for part in parts]
+    return [learner.minibatch(part, one_PG[: len(part)], of.settings, of.mesh) for part in parts]
 
 
 def measure_of(of: components.Programs) -> Callable[[dict, Batch], jax.Array]:
     """Makes the program (params, batch) -> (tokens, entropy, log-probability), in sums."""
-    graph, how = abstract_params(of.sizes)[0], of.learning
+    graph, how = abstract_params(of.sizes)[0], of.settings
 
     def sums(params, batch):
         def add(i, total_3):
             micro = learner.micro_batch(batch, i)
-            run = {"graph": graph, "mesh": of.mesh, "learning": how}
+            run = {"graph": graph, "mesh": of.mesh, "settings": how}
             x_BTD, head_DV, _ = learner.forward(params, None, micro, **run)
             softmax = Softmax(1.0, how.vocab_size, of.mesh)
             logp_BT, entropy_BT = chosen_logprobs(x_BTD, head_DV, micro.target_BT, softmax)
