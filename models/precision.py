@@ -132,7 +132,7 @@ def _backward(project, spec, weights, residuals, d_out):
     x, w = residuals
     x_axes, w_axes, out_axes = _letters(spec)
     whole, d_out = weights.gather(w.astype(x.dtype), w_axes), d_out.astype(x.dtype)
-    times = functools.partial(einsum, preferred_element_type=jnp.float32)
+    times = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     d_x = times(f"{out_axes},{w_axes}->{x_axes}", d_out, whole)
     d_w = times(f"{x_axes},{out_axes}->{w_axes}", x, d_out).astype(w.dtype)
     return d_x, weights.scatter(d_w, w_axes)

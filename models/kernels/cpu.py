@@ -70,7 +70,7 @@ def _backward(spec, _, residuals, d_out):
     x, w = residuals
     x_axes, w_axes, out_axes = re.split(",|->", spec)
     rows = sum(axis in out_axes for axis in x_axes)
-    d_x = einsum(f"{out_axes},{w_axes}->{x_axes}", d_out, w)
+    d_x = jnp.einsum(f"{out_axes},{w_axes}->{x_axes}", d_out, w)
     x, d_out = (a.reshape(math.prod(a.shape[:rows]), -1) for a in (x, d_out))
     barrier = jax.lax.optimization_barrier
     d_w = barrier(x.T) @ d_out if x.shape[1] <= d_out.shape[1] else (barrier(d_out.T) @ x).T
