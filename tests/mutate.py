@@ -166,10 +166,10 @@ branches_in_one_part models/kernels/packed.py exact::test_the_learner_computes_w
 products_by_shape models/kernels/cpu.py exact::test_the_learner_computes_what_the_sampler_recorded
 - "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT",
 + # none
-products_laid_out_otherwise models/kernels/cpu.py exact::test_the_learner_computes_what_the_sampler_recorded
+products_laid_out models/kernels/cpu.py exact::test_the_learner_computes_what_the_sampler_recorded
 - with_layout_constraint(out_RF, Layout((0, 1)))
 + out_RF
-narrow_products_from_the_left models/kernels/cpu.py exact::test_wide_models_are_exact_with_few_slots
+narrow_from_left models/kernels/cpu.py exact::test_wide_models_are_exact_with_few_slots
 - in_order = terms <= BLOCK_TERMS or
 + in_order = terms > 0 or
 turns_border dapo_jax/episodes.py episodes::test_turns_are_limited_and_a_cut_one_is_rewarded_alone
