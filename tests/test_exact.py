@@ -27,9 +27,10 @@ from dapo_jax.sampler.sampling import sample_token
 from dapo_jax.sampler.scheduler import Scheduler
 from dapo_jax.sampler.session import LONG_ANSWER, Session, Stream
 from dapo_jax.types import Prompt
+from models import qwen2, qwen3_moe
 from models.kernels import OPTIONS
-from models.kernels.cpu import BLOCK_TERMS
-from models.qwen2 import PRESETS, Qwen2Config
+from models.qwen2 import Qwen2Config
+from models.qwen3_moe import Qwen3MoeConfig
 from sharding.mesh import make_mesh
 
 ONE, DATA, MODEL = ({"data": d, "model": m} for d, m in ((1, 1), (2, 1), (1, 2)))
@@ -219,18 +220,27 @@ def test_tokens_behind_an_environments_answers_are_exact(golden, dtype, tmp_path
     assert {len(given_T) > LONG_ANSWER for given_T in answers} == {False, True}
 
 
-@pytest.mark.parametrize(("dtype", "slots"), [("float32", 40), ("bfloat16", 3)])
-def test_wide_models_are_exact_with_few_slots(dtype, slots):
+WIDE = (61, 576, 640, 2, 9, 3, 64, True)  # more terms than a block of `cpu.OPTIONS`
+EXPERTS = {"num_experts": 8, "experts_per_token": 2, "expert_width": 24, "norm_topk": True}
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "slots"),
+    [("qwen2", "float32", 40), ("qwen2", "bfloat16", 3), ("qwen3_moe", "float32", 3)],
+)
+def test_wide_models_are_exact_with_few_slots(family, dtype, slots):
     """SmolLM2 had a gap of 4e-6: one product's sums had an order by the number of slots.
 
-    It is so only where there are more terms than in a block.
+    It was so only where there are more terms than in a block; and then in experts, too.
     """
-    wide = Qwen2Config(61, 576, 640, 2, 9, 3, 64, tie_embeddings=True)
-    assert min(wide.width, wide.mlp_width) > BLOCK_TERMS
-    with mock.patch.dict(PRESETS, wide=wide):
+    sizes, presets = {
+        "qwen2": (Qwen2Config(*WIDE), qwen2.PRESETS),
+        "qwen3_moe": (Qwen3MoeConfig(*WIDE, **EXPERTS), qwen3_moe.PRESETS),
+    }[family]
+    with mock.patch.dict(presets, wide=sizes):
         model = {"compute_dtype": dtype, "preset": "wide"}
-        built = programs("qwen2", "", mesh=ONE, model=model, cache={"slots": slots})
-    exact(built, group_size=8)
+        built = programs(family, "", mesh=ONE, model=model, cache={"slots": slots, "rows": 4})
+    exact(built)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 1.4])

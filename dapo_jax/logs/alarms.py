@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from configs.base import leaves
+from configs.base import leaves, mixture_settings
 from dapo_jax.learner import TrainState, all_finite, checked_names, named
 from dapo_jax.logs.metrics import Step
 from dapo_jax.process import hosts
@@ -171,7 +171,7 @@ def filled(text: str, facts: Mapping[str, Any]) -> str:
     return re.sub(r"{([\w./]+):?(.*?)}", fill, text)
 
 
-def why_no_answers(row: Mapping[str, Any]) -> str:
+def why_no_answers(row: Mapping[str, Any], config: ConfigDict) -> str:
     """Returns the text, to be `filled`, that says why responses have no answers."""
     if row["response_tokens/truncated_fraction"] >= ANSWERLESS:
         return (
@@ -179,11 +179,14 @@ def why_no_answers(row: Mapping[str, Any]) -> str:
             "{rollout.max_response_tokens}: raise it, or does the model not end its turn "
             "(tokenizer.chat, tokenizer.stop_tokens)?"
         )
+    data = next(iter(mixture_settings(config)))
     why = (
-        "Does the prompt say where to put it, in the form that the rules (or the task) look for? "
-        "({data.train.task}, {data.train.template}, {data.train.rules}, {verifier.rules}, "
-        '{model.path}; template=dapo asks for a line "Answer: ...")'
+        "Does the prompt say where to put it, in the form that the rules look for? "
+        f"({{{data}.template}}, {{{data}.rules}}, {{verifier.rules}}, {{model.path}}; "
+        'template=dapo asks for a line "Answer: ...")'
     )
+    if row[f"{data}.task"]:
+        why = f"Does what {{{data}.task}} looks for fit what this model writes?"
     if row["first_answerless"] > 0:
         why = (
             "Earlier steps had some: the policy has broken. Lower {learner.learning_rate} and "
@@ -206,7 +209,7 @@ def cap_advice(config: ConfigDict, rollouts: Rollouts) -> str:
     if right == 0 and max(cut, share) >= ANSWERLESS:
         row = {"response_tokens/truncated_fraction": cut, "no_answer_fraction": share}
         facts = dict(leaves(config)) | row | {"first_answerless": 0}
-        return filled(why_no_answers(facts), facts)
+        return filled(why_no_answers(facts, config), facts)
     if right >= SOLVED:
         return "The model solves these problems: start anew with harder ones"
     return "Raise rollout.max_generation_batches and go on, or start anew with other data"
@@ -267,7 +270,7 @@ class Alarms:
         facts = collections.defaultdict(lambda: math.nan, self._constants | row)
         facts["bad"] = next(skipped, "") if np.isfinite(done.reward_PG).all() else "a reward"
         facts["first_answerless"] = row["step"] - before.get("alarm/no_answers", 0)
-        facts["why_no_answers"] = filled(why_no_answers(facts), facts)
+        facts["why_no_answers"] = filled(why_no_answers(facts, self._config), facts)
         return facts
 
 

@@ -11,9 +11,9 @@ import numpy as np
 
 NULL_PAGE = 0  # the page that no request owns: idle rows of a batch write there
 # Batches are padded to a multiple. A cache of fewer slots than XLA_ROWS has one size of batch, the
-# next power of two: one question to `sample` need not cost 64 rows. On a CPU a row of 64 or more
-# has the learner's bits; in bfloat16, or where a model is narrow, of two or more.
-ROWS, XLA_ROWS = 32, 64
+# next power of two: one question to `sample` need not cost 64 rows. On a CPU a row has the
+# learner's bits among FEWEST_ROWS or more.
+ROWS, XLA_ROWS, FEWEST_ROWS = 32, 64, 4
 # What plain XLA decodes, as parts of the slots and of the response pages: the first that holds the
 # occupied slots and their full pages. Elsewhere than on a CPU the bits of a row may differ.
 PARTS = ((1 / 4, 1 / 8), (1 / 2, 1 / 4), (1 / 2, 1 / 2), (1, 1 / 2), (1, 3 / 4), (1, 1))
@@ -124,7 +124,8 @@ def plan_cache(
     slot_tokens = max(slot_tokens, limits.page_tokens + WATERMARK_BLOCKS * limits.block_tokens)
 
     def cache(budget_bytes: int, slots: int) -> Cache:
-        rows = min(XLA_ROWS, 2 ** max(1, (slots - 1).bit_length())) if copies else ROWS
+        power_of_two = max(FEWEST_ROWS, 2 ** (slots - 1).bit_length())
+        rows = min(XLA_ROWS, power_of_two) if copies else ROWS
         longest = limits.pages_per_prompt
         prompt_pages = longest + SPARE_PROMPTS * -(-slots // limits.readers) * min(longest, 2) + 1
         planned = dataclasses.replace(limits, slots=slots, rows=rows, prompt_pages=prompt_pages)
