@@ -28,6 +28,7 @@ import jax.numpy as jnp
 
 MASKED = -1e30  # finite: a query with nothing to attend to gives a uniform softmax, never NaN
 LEAST = -1e29  # the power of no key: above MASKED, so that what is not seen has weight 0
+FEWEST_KEYS = 16  # of a product; with JAX 0.12 fewer have another order of sums
 LEAST_POWER = -127  # of float32's numbers, and below
 
 
@@ -55,6 +56,14 @@ def tile(q_MH, k_HC, v_CH, seen_MC) -> Sums:
     Weights are rounded to the values' dtype before their product. Products are float32 of float32,
     which XLA for CPUs adds up one term after the other (with `cpu.OPTIONS`).
     """
+    missing = max(0, FEWEST_KEYS - k_HC.shape[-1])
+
+    def padded(array, axis):
+        widths = [(0, 0)] * array.ndim
+        widths[axis] = (0, missing)
+        return jnp.pad(array, widths)
+
+    k_HC, v_CH, seen_MC = padded(k_HC, -1), padded(v_CH, -2), padded(seen_MC, -1)
     x_MC = _product(q_MH, k_HC.astype(jnp.float32))
     x_MC = jnp.where(seen_MC, x_MC, MASKED)
     power_M = jnp.ceil(jnp.max(x_MC, axis=-1))
