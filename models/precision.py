@@ -141,7 +141,7 @@ def _backward(project, spec, weights, residuals, d_out):
 _rounded_product.defvjp(_forward, _backward)
 
 
-FEWEST_ROWS = 64  # of a grouped product
+GROUPED_ROWS = 64  # of a grouped product, at least
 
 
 def grouped_product(x_PI, w_EIO, rows_E, letters: str, weights: Weights = WHOLE):
@@ -180,7 +180,7 @@ _grouped.defvjp(_grouped_forward, _grouped_backward)
 
 def _ragged(x, w, rows_E):
     # Fewer rows have another order of sums on a CPU.
-    padded = jnp.pad(x, ((0, max(0, FEWEST_ROWS - len(x))), (0, 0)))
+    padded = jnp.pad(x, ((0, max(0, GROUPED_ROWS - len(x))), (0, 0)))
     out = jax.lax.ragged_dot(padded, w, rows_E, preferred_element_type=jnp.float32)[: len(x)]
     # What a kernel leaves behind the last group is not said to be 0.
     return jnp.where((jnp.arange(len(x)) < jnp.sum(rows_E))[:, None], out, 0.0)

@@ -173,7 +173,7 @@ narrow_from_left models/kernels/cpu.py exact::test_wide_models_are_exact_with_fe
 - in_order = terms <= BLOCK_TERMS or
 + in_order = terms > 0 or
 few_rows_of_experts models/precision.py exact::test_wide_models_are_exact_with_few_slots
-- max(0, FEWEST_ROWS - len(x))
+- max(0, GROUPED_ROWS - len(x))
 + 0
 turns_border dapo_jax/episodes.py episodes::test_turns_are_limited_and_a_cut_one_is_rewarded_alone
 - if messages and episode.turns < self._max_turns:
