@@ -96,14 +96,14 @@ def test_what_config_json_lacks_is_what_transformers_makes_of_nothing(family):
     Without their number a mixture of Qwen3's was read with 32 key/value heads in place of 4.
     """
     given = {"model_type": family, "num_attention_heads": 64}
-    theirs, key = AutoConfig.for_model(**given).to_dict(), "num_key_value_heads"
+    published, key = AutoConfig.for_model(**given).to_dict(), "num_key_value_heads"
     if family != "gemma3_text":
-        given |= {name: theirs[name] for name in SIZE_KEYS.values() if name != key}
+        given |= {name: published[name] for name in SIZE_KEYS.values() if name != key}
     null = dict.fromkeys(("rope_theta", "rms_norm_eps", "tie_word_embeddings", "head_dim"))
-    assert config_of(given) == config_of(given | null) == config_of(theirs)
+    assert config_of(given) == config_of(given | null) == config_of(published)
     if family in ("qwen2", "qwen3", "llama"):  # transformers refuses the others'
-        theirs = AutoConfig.for_model(**given, **{key: None}).to_dict()
-        assert config_of(given | {key: None}) == config_of(theirs)
+        published = AutoConfig.for_model(**given, **{key: None}).to_dict()
+        assert config_of(given | {key: None}) == config_of(published)
 
 
 @pytest.mark.parametrize(

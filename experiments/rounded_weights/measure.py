@@ -137,8 +137,8 @@ class Step:
             kernels = dataclasses.replace(how.kernels, attend_rows=attend_rows)
             how = dataclasses.replace(how, kernels=kernels)
         graph, _ = abstract_params(self.run.programs.sizes)
-        of = {"graph": graph, "mesh": self.run.programs.mesh, "settings": how}
-        program = jax.jit(functools.partial(learner.recompute_old_logp, **of))
+        constants = {"graph": graph, "mesh": self.run.programs.mesh, "settings": how}
+        program = jax.jit(functools.partial(learner.recompute_old_logp, **constants))
 
         def log_p(params, batch):
             with rounding_activations() if rounds else contextlib.nullcontext():
@@ -162,8 +162,8 @@ class Step:
         programs = self.run.programs
         settings = dataclasses.replace(programs.settings, policy_loss=f"{__name__}:own_log_p")
         graph, _ = abstract_params(programs.sizes)
-        of = {"graph": graph, "mesh": programs.mesh, "settings": settings}
-        of_micro = jax.grad(functools.partial(learner.micro_batch_loss, **of), has_aux=True)
+        constants = {"graph": graph, "mesh": programs.mesh, "settings": settings}
+        of_micro = jax.grad(functools.partial(learner.micro_batch_loss, **constants), has_aux=True)
 
         def whole(params, batch):
             def add(i, total):
