@@ -66,8 +66,7 @@ RATIOS = {"token": token_ratio, "sequence": sequence_ratio}
 
 def clip(logp_pair, logp, tokens: Batch, settings):
     """Bounds the objective (Eq. 8 with the dual clip): beyond a bound a token has no gradient."""
-    s = settings
-    bounds = {"eps_low": s.eps_low, "eps_high": s.eps_high, "dual_clip": s.dual_clip}
+    bounds = {name: getattr(settings, name) for name in ("eps_low", "eps_high", "dual_clip")}
     loss, held = algorithm.token_policy_loss(*logp_pair, tokens.advantage_BT, **bounds)
     return loss, {f"clip_fraction/{bound}": value for bound, value in held.items()}
 

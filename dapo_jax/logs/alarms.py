@@ -67,14 +67,14 @@ class Alarm(NamedTuple):
     """One alarm.
 
     name: its key in a row is alarm/<name>. condition: in words, what holds(row) computes of a row
-    with the settings beside. text: what is wrong, and which settings to look at, all `filled` in.
-    steps: how many of those in a row make an alarm.
+    with the settings beside. text: what is wrong, and which settings to look at, all `filled` in;
+    or what makes it of these facts and the config. steps: how many in a row make an alarm.
     """
 
     name: str
     condition: str
     holds: Callable[[Mapping[str, Any]], bool]
-    text: str
+    text: str | Callable[[Mapping[str, Any], ConfigDict], str]
     steps: int = 1
 
 
@@ -87,6 +87,30 @@ def _most_gap(row: Mapping) -> float:
     is_cut = row["rollout.top_p"] < 1 or row["rollout.top_k"] > 0
     by_dtype = math.inf if is_cut else RATIO_GAP[row["model.compute_dtype"]]
     return row["alarms.max_ratio_gap"] or by_dtype
+
+
+def why_no_answers(row: Mapping[str, Any], config: ConfigDict) -> str:
+    """Returns the text, to be `filled`, that says why responses have no answers."""
+    if row["response_tokens/truncated_fraction"] >= ANSWERLESS:
+        return (
+            "{response_tokens/truncated_fraction:.0%} of the responses are cut at "
+            "{rollout.max_response_tokens}: raise it, or does the model not end its turn "
+            "(tokenizer.chat, tokenizer.stop_tokens)?"
+        )
+    data = next(iter(mixture_settings(config)))
+    why = (
+        "Does the prompt say where to put it, in the form that the rules look for? "
+        f"({{{data}.template}}, {{{data}.rules}}, {{verifier.rules}}, {{model.path}}; "
+        'template=dapo asks for a line "Answer: ...")'
+    )
+    if row[f"{data}.task"]:
+        why = f"Does what {{{data}.task}} looks for fit what this model writes?"
+    if row["first_answerless"] > 0:
+        why = (
+            "Earlier steps had some: the policy has broken. Lower {learner.learning_rate} and "
+            "begin with a checkpoint before step {first_answerless}"
+        )
+    return f"{{no_answer_fraction:.0%}} of the responses have no answer that is found. {why}"
 
 
 # fmt: off
@@ -109,7 +133,7 @@ ALARMS: tuple[Alarm, ...] = (
           "the gradient of all {updates} updates is exactly zero: nothing is learned. Look at "
           "{algo.dynamic_sampling}, {algo.eps_low}, {algo.eps_high}"),
     Alarm("no_answers", f"Accuracy 0, and {ANSWERLESS:.0%} of the responses have no answer.",
-          _is_answerless, "{why_no_answers}", steps=2),
+          _is_answerless, why_no_answers, steps=2),
     Alarm("nothing_to_learn", "No group has right and wrong responses, though answers are found.",
           lambda row: row["groups/informative"] == 0 and not _is_answerless(row),
           "no group has right and wrong responses, at an accuracy of {accuracy/mean:.1%}: the "
@@ -137,9 +161,9 @@ ALARMS: tuple[Alarm, ...] = (
           "{learner.learning_rate}"),
     Alarm("failed_calls", f"More than {FAILED:.0%} of the tool calls failed.",
           lambda row: row["task/failed_calls"] > FAILED * row["task/calls"],
-          "of {task/calls:.2g} tool calls of an episode {task/failed_calls:.2g} failed, "
-          "{task/timeouts:.2g} by time. Are the errors the model's? rollouts/*.jsonl.gz has what "
-          "it read; look at {rollout.environment_seconds}"),
+          "of {task/calls:.2g} tool calls of an episode {task/failed_calls:.2g} failed. Are the "
+          "errors the model's, or is time too short? rollouts/*.jsonl.gz has what it read; look "
+          "at {rollout.environment_seconds}"),
     Alarm("left_out", f"Environments failed in more than {LOST:.0%} of the groups.",
           lambda row: row["groups/left_out"] > LOST * row["groups/sampled"],
           "environments failed in {groups/left_out} of {groups/sampled} groups, which no update "
@@ -169,30 +193,6 @@ def filled(text: str, facts: Mapping[str, Any]) -> str:
         return f"{name} = {value!r}" if "." in name else format(value, field[2])
 
     return re.sub(r"{([\w./]+):?(.*?)}", fill, text)
-
-
-def why_no_answers(row: Mapping[str, Any], config: ConfigDict) -> str:
-    """Returns the text, to be `filled`, that says why responses have no answers."""
-    if row["response_tokens/truncated_fraction"] >= ANSWERLESS:
-        return (
-            "{response_tokens/truncated_fraction:.0%} of the responses are cut at "
-            "{rollout.max_response_tokens}: raise it, or does the model not end its turn "
-            "(tokenizer.chat, tokenizer.stop_tokens)?"
-        )
-    data = next(iter(mixture_settings(config)))
-    why = (
-        "Does the prompt say where to put it, in the form that the rules look for? "
-        f"({{{data}.template}}, {{{data}.rules}}, {{verifier.rules}}, {{model.path}}; "
-        'template=dapo asks for a line "Answer: ...")'
-    )
-    if row[f"{data}.task"]:
-        why = f"Does what {{{data}.task}} looks for fit what this model writes?"
-    if row["first_answerless"] > 0:
-        why = (
-            "Earlier steps had some: the policy has broken. Lower {learner.learning_rate} and "
-            "begin with a checkpoint before step {first_answerless}"
-        )
-    return f"{{no_answer_fraction:.0%}} of the responses have no answer that is found. {why}"
 
 
 def cap_advice(config: ConfigDict, rollouts: Rollouts) -> str:
@@ -251,7 +251,9 @@ class Alarms:
                 row["alarms"] += 1
                 if (count - alarm.steps) % REPEAT_STEPS == 0:
                     since = f" ({count} steps in a row)" if count > 1 else ""
-                    self._say(f"alarm at step {row['step']}{since}: {filled(alarm.text, facts)}")
+                    text = alarm.text
+                    text = text if isinstance(text, str) else text(facts, self._config)
+                    self._say(f"alarm at step {row['step']}{since}: {filled(text, facts)}")
         samples = row["groups/sampled"] * self._config.rollout.group_size
         if most >= self._config.learner.max_skipped_updates:
             why = f"{most} updates in a row were left out: {facts['bad']} was not finite"
@@ -270,7 +272,6 @@ class Alarms:
         facts = collections.defaultdict(lambda: math.nan, self._constants | row)
         facts["bad"] = next(skipped, "") if np.isfinite(done.reward_PG).all() else "a reward"
         facts["first_answerless"] = row["step"] - before.get("alarm/no_answers", 0)
-        facts["why_no_answers"] = filled(why_no_answers(facts, self._config), facts)
         return facts
 
 

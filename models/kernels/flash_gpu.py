@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 
 from models.kernels import tiles, triton
-from models.kernels.xla import ATTENTION, like, padded
+from models.kernels.xla import ATTENTION, like
 
 # For the forward pass, the gradient of queries and those of keys, by the bytes of a value and the
 # size of a head that is not exceeded: tiles with the fewest cycles by count of an H100's
@@ -55,7 +55,7 @@ def flash_attention(
     tile_tokens: those of a page, where results shall have the bits that pages give.
     """
     longest = max(max(tile[:2]) for tile in _tiles(q_BTNH))
-    pad = functools.partial(padded, multiple=longest)
+    pad = functools.partial(tiles.padded, multiple=longest, axis=1)
     rows = pad(segment_BT), pad(branch_BT), None if window is None else pad(position_BT)
     how = interpret, window, tile_tokens
     return _attention(how, *map(pad, (q_BTNH, k_BTKH, v_BTKH)), rows)[:, : q_BTNH.shape[1]]

@@ -19,8 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from models.kernels.pages_tpu import LANES
-from models.kernels.tiles import LEAST, MASKED, power_of_two, scale
-from models.kernels.xla import ATTENTION, like, padded
+from models.kernels.tiles import LEAST, MASKED, padded, power_of_two, scale
+from models.kernels.xla import ATTENTION, like
 
 # Smaller blocks hold fewer pairs of different segments, but the kernels have a step for each block,
 # visited or not. Blocks of 2,048 do not fit the 16 MiB of VMEM that a kernel may have on v5e.
@@ -65,7 +65,7 @@ def flash_attention(
     """
     tokens = q_BTNH.shape[1]
     block = min(BLOCK_TOKENS // tile_tokens or 1, pl.cdiv(tokens, tile_tokens)) * tile_tokens
-    pad = functools.partial(padded, multiple=block)
+    pad = functools.partial(padded, multiple=block, axis=1)
     if position_BT is None:
         position_BT = jnp.broadcast_to(jnp.arange(tokens), segment_BT.shape)
     segment_BT, position_BT = pad(segment_BT), pad(position_BT)

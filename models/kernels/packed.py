@@ -20,7 +20,7 @@ from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 
 from models.kernels import tiles
-from models.kernels.xla import ATTENTION, padded
+from models.kernels.xla import ATTENTION
 
 BLOCK_TOKENS = 64  # of queries
 BLOCKS = 16  # query blocks computed together (W)
@@ -48,7 +48,7 @@ def packed_attention(
     rows_BT = (q_BTNH, k_BTKH, v_BTKH, segment_BT, branch_BT)
     if window is not None:
         rows_BT = (*rows_BT, position_BT)
-    rows_BT = (padded(array_BT, BLOCK_TOKENS) for array_BT in rows_BT)
+    rows_BT = (tiles.padded(array_BT, BLOCK_TOKENS, axis=1) for array_BT in rows_BT)
     return _attention(window, tile_tokens, *rows_BT)[:, : segment_BT.shape[1]]
 
 

@@ -56,14 +56,9 @@ def tile(q_MH, k_HC, v_CH, seen_MC) -> Sums:
     Weights are rounded to the values' dtype before their product. Products are float32 of float32,
     which XLA for CPUs adds up one term after the other (with `cpu.OPTIONS`).
     """
-    missing = max(0, FEWEST_KEYS - k_HC.shape[-1])
-
-    def padded(array, axis):
-        widths = [(0, 0)] * array.ndim
-        widths[axis] = (0, missing)
-        return jnp.pad(array, widths)
-
-    k_HC, v_CH, seen_MC = padded(k_HC, -1), padded(v_CH, -2), padded(seen_MC, -1)
+    multiple = FEWEST_KEYS if k_HC.shape[-1] < FEWEST_KEYS else 1
+    k_HC, v_CH = padded(k_HC, multiple, axis=-1), padded(v_CH, multiple, axis=-2)
+    seen_MC = padded(seen_MC, multiple, axis=-1)
     x_MC = _product(q_MH, k_HC.astype(jnp.float32))
     x_MC = jnp.where(seen_MC, x_MC, MASKED)
     power_M = jnp.ceil(jnp.max(x_MC, axis=-1))
@@ -97,6 +92,13 @@ def power_of_two(n):
     """Returns 2^n for whole numbers n of at most 127, exactly; 0 below float32's normal numbers."""
     exponent = jnp.maximum(n, LEAST_POWER).astype(jnp.int32) + 127
     return jax.lax.bitcast_convert_type(exponent << 23, jnp.float32)
+
+
+def padded(array, multiple: int, *, axis: int):
+    """Pads an axis with zeros to a multiple."""
+    widths = [(0, 0)] * array.ndim
+    widths[axis] = (0, -array.shape[axis] % multiple)
+    return jnp.pad(array, widths)
 
 
 def _product(a, b):

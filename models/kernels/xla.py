@@ -262,12 +262,6 @@ def write_pages(k_PKHC, v_PKCH, k_BKHS, v_BKSH, page_B, offset_B):
     return k_PKHC, v_PKCH
 
 
-def padded(array_BT, multiple: int):
-    """Pads the tokens of rows with zeros to a multiple, as kernels over whole blocks need."""
-    missing = -array_BT.shape[1] % multiple
-    return jnp.pad(array_BT, ((0, 0), (0, missing)) + ((0, 0),) * (array_BT.ndim - 2))
-
-
 def like(array, shape=None, dtype=None) -> jax.ShapeDtypeStruct:
     """Describes a kernel's output that varies over a mesh, inside shard_map, as an input does."""
     axes = jax.typeof(array).manual_axis_type
