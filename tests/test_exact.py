@@ -1,9 +1,11 @@
 """The sampler's log-probabilities are the learner's, bit for bit (models/kernels/tiles.py)."""
 
 import dataclasses
+import functools
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import cases
@@ -28,7 +30,8 @@ from dapo_jax.sampler.scheduler import Scheduler
 from dapo_jax.sampler.session import LONG_ANSWER, Session, Stream
 from dapo_jax.types import Prompt
 from models import qwen2, qwen3_moe
-from models.kernels import OPTIONS
+from models.kernels import OPTIONS, tiles
+from models.kernels.xla import combine
 from models.qwen2 import Qwen2Config
 from models.qwen3_moe import Qwen3MoeConfig
 from sharding.mesh import make_mesh
@@ -241,6 +244,23 @@ def test_wide_models_are_exact_with_few_slots(family, dtype, slots):
         model = {"compute_dtype": dtype, "preset": "wide"}
         built = programs(family, "", mesh=ONE, model=model, cache={"slots": slots, "rows": 4})
     exact(built)
+
+
+def test_a_program_does_not_grow_with_the_pages_that_are_added_up():
+    """One that had lines of its own for each page took half a minute to compile, for 2,048 tokens.
+
+    `dapo_jax.sample` of a model with many positions began minutes later.
+    """
+
+    def lines(pages):
+        shapes = (9, 2, 1, 16), (9, 2, 1), (9, 2, 1)
+        sums = tiles.Sums(*map(jnp.zeros, shapes))
+        add = functools.partial(combine, dtype=jnp.float32)
+        return (
+            jax.make_jaxpr(add)([sums], jnp.zeros((3, pages), jnp.int32)).pretty_print().count("\n")
+        )
+
+    assert lines(300) == lines(3)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 1.4])

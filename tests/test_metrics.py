@@ -197,11 +197,14 @@ def test_a_metric_from_outside_is_in_the_file_the_curves_and_the_tables(tmp_path
             metrics.own_metrics(names)
 
 
-def test_a_metric_that_is_no_number_is_refused_by_name(monkeypatch):
-    row = Metric("mine", "", "Text.", lambda step: "abc")
-    monkeypatch.setattr(metrics, "METRICS", [*METRICS, row])
-    with pytest.raises(TypeError, match=r"metric 'mine' of step 12 is not a number: 'abc'"):
-        step_row(_step())
+def test_a_metric_that_raises_or_is_no_number_is_refused_by_name(monkeypatch):
+    """A step ended in a traceback that did not say which metric, step or setting it was."""
+    step = _step()
+    step.config.log.metrics = ("rloo:mine",)
+    for value, refusal in ((lambda _: "abc", "not a number: 'abc'"), (lambda _: 1 / 0, "by zero")):
+        monkeypatch.setattr("rloo.mine", value, raising=False)
+        with pytest.raises(ValueError, match=rf"mine'? of step 12 .*{refusal}"):
+            step_row(step)
 
 
 def _plain(run, capsys):

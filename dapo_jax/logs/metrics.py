@@ -10,12 +10,14 @@ import contextlib
 import dataclasses
 import math
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from dapo_jax.outside import imported
+from dapo_jax.process.failures import brief
 from dapo_jax.types import GAVE_UP, Response, Rollouts, RolloutStats
 
 STATE, TOKENS, LOGP, VERDICTS = "digest/state", "digest/tokens", "digest/logp", "digest/verdicts"
@@ -32,7 +34,8 @@ DIGESTS = {
 class Step:
     """The facts of a finished rollout step: all that a metric may be computed from.
 
-    config: the config. updates: what the learner's `update` returned, a dict a mini-batch.
+    config: the config. rollouts: all that was sampled, and which of it was kept. reward_PG: of all
+    sampled responses, by group. updates: what `learner.update` returned, a dict a mini-batch.
     sampled_tokens_total: of the whole run so far. evaluation: `eval/<set>/<score>` of the policy
     that the step sampled, where that was evaluated. seconds: wall time of each phase so far, and in
     "total".
@@ -55,7 +58,7 @@ class Step:
 
     @property
     def responses(self) -> list[Response]:
-        """All sampled responses."""
+        """All sampled responses, in the order of reward_PG.ravel()."""
         return [response for group in self.rollouts.sampled for response in group.responses]
 
     @property
@@ -312,8 +315,8 @@ def own_metrics(names: Sequence[str]) -> dict[str, Callable[[Step], Any]]:
 def step_row(step: Step) -> dict[str, float]:
     """The step's row of metrics.jsonl: every metric of the table that the step has.
 
-    Numbers without a row in the table (of a new loss, a task, an evaluation) follow. TypeError for
-    a metric that is none.
+    Numbers without a row in the table (of a new loss, a task, an evaluation) follow. ValueError for
+    a metric that is none, or one of log.metrics that raises.
     """
     averaged = [key for key in (step.taken or [{}])[0] if key not in NOT_AVERAGED]
     given = {
@@ -326,13 +329,21 @@ def step_row(step: Step) -> dict[str, float]:
     }
     values = dict.fromkeys(metric.key for metric in METRICS) | given  # in the order of the table
     values |= {metric.key: metric.value(step) for metric in METRICS if metric.value}
-    values |= {key: metric(step) for key, metric in own_metrics(step.config.log.metrics).items()}
+    for key, metric in own_metrics(step.config.log.metrics).items():
+        try:
+            values[key] = metric(step)
+        except Exception as error:
+            *_, place = traceback.extract_tb(error.__traceback__)
+            raise ValueError(
+                f"log.metrics: {key} of step {step.step} failed in line {place.lineno} of "
+                f"{place.filename} ({brief(error)}); mend it and give the same command again"
+            ) from error
     row = {}
     for key, value in values.items():
         if value is not None:
             row[key] = value.item() if isinstance(value, np.generic | np.ndarray) else value
             if not isinstance(row[key], bool | int | float):
-                raise TypeError(f"metric {key!r} of step {step.step} is not a number: {value!r}")
+                raise ValueError(f"metric {key!r} of step {step.step} is not a number: {value!r}")
     return row
 
 

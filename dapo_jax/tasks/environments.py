@@ -209,18 +209,18 @@ class Episode(contextlib.AbstractContextManager):
             columns["answer"] = example.answer
         if isinstance(example.extra, Mapping):  # a row, as its file has it
             columns |= example.extra
-        columns = self._outside(lambda: copy.deepcopy(columns))
+        columns = self._outside("columns", lambda: copy.deepcopy(columns))
 
         def make():  # what comes late is closed too
             self._environment = _constructed(self._factory.make, columns)
 
-        self._outside(make)
+        self._outside("__init__", make)
         if begin := getattr(self._environment, "reset", None):
             # The row's, so that all episodes of a group begin alike, and each replay.
             seed = {"seed": zlib.crc32(f"{example.source} {example.row}".encode())}
-            value = self._outside(lambda: begin(**_accepted(begin, columns, seed)))
+            value = self._outside("reset", lambda: begin(**_accepted(begin, columns, seed)))
         else:
-            value = self._outside(lambda: self._environment.init(copy.deepcopy(prompt)))
+            value = self._outside("init", lambda: self._environment.init(copy.deepcopy(prompt)))
         if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
             value = value[0]  # an observation and its info
         messages = self._read("reset", messages_of, value)
@@ -305,7 +305,7 @@ class Episode(contextlib.AbstractContextManager):
 
     def _given(self, name: str) -> Any:
         """Returns what an attribute of the environment is, or gives; None without it."""
-        return self._outside(functools.partial(self._value, name))
+        return self._outside(name, functools.partial(self._value, name))
 
     def _value(self, name: str) -> Any:
         # A property may raise AttributeError itself.
@@ -313,7 +313,7 @@ class Episode(contextlib.AbstractContextManager):
         return value() if callable(value) else value
 
     def _step(self, text: str) -> list[Message]:
-        value = self._outside(lambda: self._environment.step(text))
+        value = self._outside("step", lambda: self._environment.step(text))
         messages, reward = self._read("step", step_of, value)
         if reward is not None:
             self._reward = (self._reward or 0.0) + reward
@@ -338,14 +338,14 @@ class Episode(contextlib.AbstractContextManager):
             value = f"Error: {_shown(error)}"
         return {"role": "tool", "name": name, "content": self._read(name, _answer_text, value)}
 
-    def _outside(self, call: Callable) -> Any:
-        """Calls what is no tool: its failure is not the model's."""
+    def _outside(self, name: str, call: Callable) -> Any:
+        """Calls what is no tool: its failure is not the model's. name: of it, for messages."""
         try:
             return self._in_place(call)
         except Exception as error:
             what = f"{type(error).__name__}: {_shown(error)}"
             kind = EnvironmentRefused if isinstance(error, MISTAKES) else EnvironmentFailed
-            raise kind(f"{self._factory.name} failed: {what}") from error
+            raise kind(f"{self._factory.name}.{name} failed: {what}") from error
 
     def _in_place(self, call: Callable) -> Any:
         if self._place.is_taken:  # by a tool that took too long

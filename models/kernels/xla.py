@@ -148,15 +148,20 @@ def combine(parts: Sequence[tiles.Sums], entry_BX, *, dtype):
     E, K, G = sums.power.shape
     # From whole arrays: fused with what makes them, a CPU took ten times as long.
     sums = jax.lax.optimization_barrier(sums)
-    total = tiles.nothing((len(entry_BX), K, G), sums.out.shape[-1])
-    for entry_B in entry_BX.T:
-        has_B = (entry_B < E)[:, None, None]
-        piece = jax.tree.map(lambda a, entry_B=entry_B: a.at[entry_B].get(mode="clip"), sums)
+
+    def with_next(x, total):
+        entry_B = entry_BX[:, x]
+        has_B11 = (entry_B < E)[:, None, None]
+        piece = jax.tree.map(lambda a: a.at[entry_B].get(mode="clip"), sums)
         added = tiles.add(total, piece)
-        total = tiles.Sums(
-            jnp.where(has_B[..., None], added.out, total.out),
-            *(jnp.where(has_B, new, old) for new, old in zip(added[1:], total[1:], strict=True)),
+        return tiles.Sums(
+            jnp.where(has_B11[..., None], added.out, total.out),
+            *(jnp.where(has_B11, new, old) for new, old in zip(added[1:], total[1:], strict=True)),
         )
+
+    nothing = tiles.nothing((len(entry_BX), K, G), sums.out.shape[-1])
+    # A loop: a long response has hundreds of pages, for each of which a program would be longer.
+    total = jax.lax.fori_loop(0, entry_BX.shape[1], with_next, nothing)
     return tiles.attended(total).reshape(len(entry_BX), K * G, -1).astype(dtype)
 
 
