@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import random
 import re
 import sys
 import time
@@ -42,7 +41,6 @@ from dapo_jax.sampler.session import LONG_ANSWER, Session
 from dapo_jax.tasks import calls
 from dapo_jax.tasks.environments import EnvironmentFailed, Episode, Factory
 from dapo_jax.types import Example, Prompt, Response, Status
-from experiments.tasks import textarena
 from experiments.tasks.guess import Guess, Guesses, Silent
 from tests.ext_tasks.slow import Slow
 
@@ -312,42 +310,6 @@ def test_the_game_of_experiments_is_won_by_halving():
         assert episode.verdict().correct
     silent = Episode(Factory("x:Silent", Silent, 1.0), examples[0])
     assert silent.answer("1") == [{"role": "user", "content": "My number is not 1."}]
-
-
-class Drawn:
-    """Stands for a game of textarena: it draws numbers from the module random at each move."""
-
-    def reset(self, num_players, seed):
-        self.said, self.rewards = [(-1, f"{random.random()}", "PROMPT")], None
-
-    def step(self, action):
-        self.said += [(0, action, "ACTION"), (-1, f"{random.random()}", "MESSAGE")]
-        self.rewards = {0: float(action)} if action != "on" else None
-        return self.rewards is not None, {}
-
-    def get_observation(self):
-        said, self.said = self.said, []
-        return 0, said
-
-    def close(self):
-        return self.rewards, {}
-
-
-def test_a_game_of_textarena_is_drawn_by_its_seed_alone(monkeypatch):
-    monkeypatch.setitem(sys.modules, "textarena", SimpleNamespace(make=lambda name: Drawn()))
-    examples, other = (textarena.Games(count=2, split=it).load() for it in ("train", "test"))
-    assert not {it.extra["seed"] for it in examples} & {it.extra["seed"] for it in other}
-    said = set()
-    for example in (*examples, examples[0]):
-        random.seed(7)
-        episode = Episode(Factory("x:Game", textarena.Game, 1.0), example)
-        (answer,) = episode.answer("on")
-        said.add((episode.opening, answer["content"]))
-        assert "on" not in answer["content"] and episode.verdict().score == -1.0
-        found, _ = random.random(), random.seed(7)
-        assert found == random.random()  # the games leave nothing behind
-        assert episode.answer("0.75") == [] and episode.verdict().score == 0.5
-    assert len(said) == 2
 
 
 def test_the_forms_of_calls_are_read():
