@@ -49,9 +49,14 @@ def user(text):
 class Letters(PlainText):
     """A tokenizer of letters, whose stop token is 0; its template begins no answer."""
 
+    stop_ids = (0,)
+
+    def encode(self, text):
+        return [*map(ord, text)]
+
     def decode(self, ids):
         return "".join(chr(id) for id in ids if id)
 
     def between(self, messages, stop_id, *made):
         assert stop_id == 0
-        return [ord(letter) for message in messages for letter in message["content"]]
+        return self.encode("".join(message["content"] for message in messages))

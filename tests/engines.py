@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import time
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from flax import nnx
 
 from configs import base
 from dapo_jax import learner
+from dapo_jax.checkpoints.progress import Progress
 from dapo_jax.episodes import End
 from dapo_jax.sampler import cache as cache_module
 from dapo_jax.sampler.cache import Cache
@@ -254,26 +256,31 @@ SCARCE = dataclasses.replace(SPARE, pages=13)
 OF_FEW = {"prompts": FEW, "group_size": 5}
 
 
-def interrupted(engine, params, *, blocks, later=None, keeps=False):
-    """Samples FEW, a step ending after so many blocks: (responses, what was partial).
+def interrupted(
+    engine, params, *, blocks, sampling=SAMPLING, later=None, keeps=False, environments=lambda: None
+):
+    """Samples FEW; a step ends after so many blocks, or several do: (responses, what was partial).
 
-    keeps: whether the session goes on, with its keys and values. later: the weights then.
+    keeps: whether the session goes on, with its keys and values; else another does with what a
+    checkpoint has. later: the weights then. environments: makes those of a session.
     """
-    session = Session(engine, params, Stream(RUN_KEY, SAMPLING))
-    for cursor, prompt in FEW.items():
-        session.submit(cursor, Prompt(prompt), group_size=5)
-    responses = {}
-    for _ in range(blocks):
-        responses |= by_request(session.step())
-    partial, params = session.pause(), params if later is None else later
-    if keeps:
-        session.resume(params)
-    else:
-        session.close()
-        session = Session(engine, params, Stream(RUN_KEY, SAMPLING))
-        for it in partial:
-            prompt = Prompt(FEW[it.cursor])
-            session.submit(it.cursor, prompt, group_size=5, begun=it.responses)
+    responses, partial, session, begun = {}, [], None, dict.fromkeys(FEW, ())
+    for steps in (*np.atleast_1d(blocks), 0):
+        if session and keeps:
+            session.resume(params)
+        else:
+            if session:
+                session.close()
+            stream = Stream(RUN_KEY, sampling)
+            session = Session(engine, params, stream, environments=environments())
+            for cursor, before in begun.items():
+                session.submit(cursor, Prompt(FEW[cursor]), group_size=5, begun=before)
+        if steps:
+            responses |= by_request(group for _ in range(steps) for group in session.step())
+            saved = json.dumps(Progress(partial=session.pause()).to_json())
+            left = Progress.from_json(json.loads(saved)).partial
+            begun, params = {it.cursor: it.responses for it in left}, later or params
+            partial += left
     return responses | drain(session), partial
 
 

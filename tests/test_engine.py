@@ -23,6 +23,7 @@ from engines import (
     build,
     by_request,
     chosen,
+    finished,
     same_bits,
     sample_groups,
     sample_prompts,
@@ -33,9 +34,10 @@ from engines import (
 from quick import jit, random_params
 
 from dapo_jax.sampler import cache as cache_module
-from dapo_jax.sampler.sampling import request_keys, uniform_at
+from dapo_jax.sampler.sampling import request_keys, truncate, uniform_at
 from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.types import Prompt
+from models.kernels.xla import MASKED
 from models.qwen2 import Qwen2Config
 
 AS_TRAINED = {"options": {}}
@@ -104,28 +106,20 @@ def test_each_stream_is_sampled_as_it_says_beside_the_other(small, roomy, sample
     session = Session(*roomy, Stream(RUN_KEY, SAMPLING), Stream(RUN_KEY, sampling))
     for (cursor, prompt), stream in itertools.product(PROMPTS.items(), (0, 1)):
         session.submit(cursor, Prompt(prompt), group_size=GROUP_SIZE, stream=stream)
-    finished = []
-    while session.unfinished:
-        finished += session.step()
-    plain, responses = (by_request(f for f in finished if f.stream == i) for i in (0, 1))
+    groups = finished(session)
+    plain, truncated = (by_request(it for it in groups if it.stream == i) for i in (0, 1))
     for request, response in plain.items():
         assert np.array_equal(response.tokens_T, sampled[request].tokens_T)
-    logits = teacher_forced(small, responses)
-    left_out = []
-    for request, response in responses.items():
-        logits_TV = logits[request].astype(np.float64) / sampling.temperature
-        descending_TV = -np.sort(-logits_TV, axis=-1)
-        logits_TV = np.where(logits_TV >= descending_TV[:, 19:20], logits_TV, -np.inf)
-        prob_TV = np.exp(logits_TV - np.logaddexp.reduce(logits_TV, axis=-1, keepdims=True))
-        # The least logit kept: the first, from the best, at which the mass reaches top_p.
-        cdf_TV = np.cumsum(-np.sort(-prob_TV, axis=-1), axis=-1)
-        last_T1 = np.argmax(cdf_TV >= sampling.top_p, axis=-1)[:, None]
-        least_T1 = np.take_along_axis(descending_TV, last_T1, axis=-1)
-        expected_T = chosen(np.where(logits_TV >= least_T1, logits_TV, -np.inf), response.tokens_T)
-        assert np.all(np.isfinite(expected_T)), request
-        assert np.abs(response.behavior_logp_T - expected_T).max() <= 1e-5, request
-        left_out.append(np.mean(logits_TV < least_T1))
-    assert np.mean(left_out) > 0.5
+    logits_TV = np.concatenate([*teacher_forced(small, truncated).values()]) / sampling.temperature
+    limits = {"top_p": [sampling.top_p], "top_k": [sampling.top_k], "axis": None}
+    is_left_TV = np.asarray(truncate(logits_TV, **limits)) > MASKED
+    assert np.mean(is_left_TV) < 0.5
+    token_T, logp_T = (
+        np.concatenate([getattr(it, name) for it in truncated.values()])
+        for name in ("tokens_T", "behavior_logp_T")
+    )
+    expected_T = chosen(np.where(is_left_TV, logits_TV, -np.inf), token_T)
+    assert np.abs(logp_T - expected_T).max() <= 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +177,7 @@ def test_whatever_is_submitted_and_cancelled_no_bit_changes(runs):
     rng = np.random.default_rng(0)
     session = Session(runs.engine, runs.params, Stream(RUN_KEY, TO_THE_LIMIT))
     queue = [GROUPS[i] for i in rng.permutation(len(GROUPS))]
-    finished, lost = {}, set()
+    ended, lost = {}, set()
     while queue or session.unfinished:
         for _ in range(min(len(queue), rng.integers(0, 5))):
             submit(session, queue.pop())
@@ -191,8 +185,8 @@ def test_whatever_is_submitted_and_cancelled_no_bit_changes(runs):
             _, cursor = rng.choice(session.unfinished).tolist()
             lost.add(cursor)
             session.cancel(cursor)
-        finished |= by_request(session.step())
-    assert {cursor for cursor, _ in finished} == {g.cursor for g in GROUPS} - lost
+        ended |= by_request(session.step())
+    assert {cursor for cursor, _ in ended} == {g.cursor for g in GROUPS} - lost
     assert len(lost) > 2
     assert session.idle_slots == TIGHT.slots
-    same_bits(finished, runs.alone)
+    same_bits(ended, runs.alone)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import random
 import re
 import sys
 import time
@@ -17,14 +16,12 @@ from engines import (
     EXPERTS,
     FEW,
     ROOMY,
-    RUN_KEY,
     SAMPLING,
     SMALL,
     Scripted,
     build,
-    by_request,
     chosen,
-    drain,
+    interrupted,
     same_bits,
     sample_prompts,
     teacher_forced,
@@ -33,22 +30,17 @@ from processes import ROOT, ran
 from quick import random_params
 from runs import rows_without_timings
 from shared_programs import programs_compiled_once, small_config  # noqa: F401  a fixture
-from small_config import set_of, task_of
+from test_environments import QWEN3, call, play
 from transformers import AutoTokenizer
 
 from dapo_jax import train
-from dapo_jax.checkpoints.progress import Progress
 from dapo_jax.episodes import End, Environments
 from dapo_jax.logs.files import read_zipped_rows
-from dapo_jax.logs.record import rollout_rows, samples
 from dapo_jax.sampler import session as session_module
-from dapo_jax.sampler.session import LONG_ANSWER, Session, Stream
+from dapo_jax.sampler.session import LONG_ANSWER, Session
 from dapo_jax.tasks import calls
-from dapo_jax.tasks.base import graded
-from dapo_jax.tasks.datasets import load_dataset
 from dapo_jax.tasks.environments import EnvironmentFailed, Episode, Factory
-from dapo_jax.types import Example, Group, Prompt, Response, Status
-from experiments.tasks import textarena
+from dapo_jax.types import Example, Prompt, Response, Status
 from experiments.tasks.guess import Guess, Guesses, Silent
 from tests.ext_tasks.slow import Slow
 
@@ -65,10 +57,6 @@ GEMMA = (
 MISTRAL = (
     "{{ '<s>' }}{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content + '</s>' }}"
     "{% else %}{{ '[INST] ' + m.content + ' [/INST]' }}{% endif %}{% endfor %}"
-)
-QWEN3 = CHATML.replace(
-    "m.content",
-    "(m.content if loop.last or m.role != 'assistant' else m.content.split('</think>\n\n')[-1])",
 )
 
 
@@ -173,11 +161,6 @@ def test_few_open_environments_and_few_pages_end(reference):
     same_bits(found, expected)
 
 
-def resaved(partial):
-    """Partial groups as a checkpoint gives them back."""
-    return Progress.from_json(json.loads(json.dumps(Progress(partial=partial).to_json()))).partial
-
-
 @pytest.mark.parametrize(
     ("cache", "sessions"), [(SPARE, [(1,), (2, 1), (4, 1)]), (SCARCE, [(3, 1, 6), (7, 1)])]
 )
@@ -189,24 +172,13 @@ def test_an_episode_goes_on_in_other_sessions_as_if_it_had_never_stopped(
     sessions: the blocks of each but the last.
     """
     config, params, expected = reference
-    engine, *rest = build(config, cache, params)
-    nothing = Response(np.zeros(0, np.int32), np.zeros(0, np.float32), Status.RUNNING)
+    engine = build(config, cache, params)
     waited = 0
     for blocks in sessions:
-        responses = {}
-        partial = [Group(cursor, None, (nothing,) * 5) for cursor in FEW]
-        for steps in (*blocks, None):
-            session = Session(engine, *rest, Stream(RUN_KEY, LONG), environments=Scripted())
-            for it in resaved(partial):
-                prompt = Prompt(FEW[it.cursor])
-                session.submit(it.cursor, prompt, group_size=5, begun=it.responses)
-            if steps is None:
-                responses |= drain(session)
-                break
-            responses |= by_request([it for _ in range(steps) for it in session.step()])
-            partial = session.pause()
-            for it in partial:
-                waited += sum(response.status is Status.WAITING for response in it.responses)
+        how = {"sampling": LONG, "environments": Scripted}
+        responses, partial = interrupted(*engine, blocks=blocks, **how)
+        left = [response.status for group in partial for response in group.responses]
+        waited += left.count(Status.WAITING)
         assert responses.keys() == expected.keys()
         same_bits(responses, expected)
     assert waited
@@ -233,9 +205,6 @@ def test_given_tokens_stand_where_the_environment_put_them_and_are_seen(referenc
 
 class Tools:
     """A class of TRL's contract: tools beside what begins and rewards an episode."""
-
-    def __init__(self):
-        self.done = False
 
     def reset(self, secret: int, **columns) -> str:
         self.secret, self.found = secret, []
@@ -282,11 +251,6 @@ class Done(Tools):
 
     def is_done(self) -> bool:
         return bool(self.found)
-
-
-def call(name, **arguments):
-    text = json.dumps({"name": name, "arguments": arguments})
-    return f"Let me see. <tool_call>\n{text}\n</tool_call>"
 
 
 def test_a_class_of_trls_contract_is_played():
@@ -348,42 +312,6 @@ def test_the_game_of_experiments_is_won_by_halving():
     assert silent.answer("1") == [{"role": "user", "content": "My number is not 1."}]
 
 
-class Drawn:
-    """Stands for a game of textarena: it draws numbers from the module random at each move."""
-
-    def reset(self, num_players, seed):
-        self.said, self.rewards = [(-1, f"{random.random()}", "PROMPT")], None
-
-    def step(self, action):
-        self.said += [(0, action, "ACTION"), (-1, f"{random.random()}", "MESSAGE")]
-        self.rewards = {0: float(action)} if action != "on" else None
-        return self.rewards is not None, {}
-
-    def get_observation(self):
-        said, self.said = self.said, []
-        return 0, said
-
-    def close(self):
-        return self.rewards, {}
-
-
-def test_a_game_of_textarena_is_drawn_by_its_seed_alone(monkeypatch):
-    monkeypatch.setitem(sys.modules, "textarena", SimpleNamespace(make=lambda name: Drawn()))
-    examples, other = (textarena.Games(count=2, split=it).load() for it in ("train", "test"))
-    assert not {it.extra["seed"] for it in examples} & {it.extra["seed"] for it in other}
-    said = set()
-    for example in (*examples, examples[0]):
-        random.seed(7)
-        episode = Episode(Factory("x:Game", textarena.Game, 1.0), example)
-        (answer,) = episode.answer("on")
-        said.add((episode.opening, answer["content"]))
-        assert "on" not in answer["content"] and episode.verdict().score == -1.0
-        found, _ = random.random(), random.seed(7)
-        assert found == random.random()  # the games leave nothing behind
-        assert episode.answer("0.75") == [] and episode.verdict().score == 0.5
-    assert len(said) == 2
-
-
 def test_the_forms_of_calls_are_read():
     one = {"name": "f", "arguments": {"x": 1}}
     assert calls.either(call("f", x=1)) == [one]
@@ -434,7 +362,6 @@ def test_a_models_own_form_of_calls_is_read_by_its_response_template(calls, turn
     begun = Response(np.zeros(1, np.int32), np.zeros(1, np.float32), Status.WAITING)
     prompt = Prompt(np.zeros(1, np.int32), EXAMPLE, "k")
     answers = running._replayed((0, 0), prompt, begun).answer(turn)
-    assert len(answers) == len(said)
     assert all(it["content"].startswith(text) for it, text in zip(answers, said, strict=True))
 
 
@@ -512,7 +439,7 @@ class Broken:
     reward = 1.0
 
 
-PROMPT = Prompt(np.array([1]), EXAMPLE, "data.train")
+BROKEN = SimpleNamespace(prompts=[Prompt(np.array([1]), EXAMPLE, "data.train")])
 
 
 def broken(*, failures=0, says=(), max_turns=3):
@@ -522,26 +449,9 @@ def broken(*, failures=0, says=(), max_turns=3):
     return Environments(factories, Letters(), max_turns=max_turns)
 
 
-def answered(running, tokens, given, *, room=100):
-    """The answer to the last turn of a response."""
-    tokens = np.array(tokens)
-    response = Response(tokens, np.zeros(len(tokens)), Status.WAITING, given_T=np.array(given))
-    running.ask((0, 0, 0), PROMPT, response, room)
-    ((_, answer),) = running.answers(wait=True)
-    return answer
-
-
-def plays(running, texts, *, room=100):
+def plays(running, texts, **how):
     """Plays turns, a letter each; returns the last answer."""
-    tokens, given = [], []
-    for text in texts:
-        tokens += [ord(text), 0]
-        given += [False, False]
-        answer = answered(running, tokens, given, room=room)
-        if not isinstance(answer, End):
-            tokens += answer
-            given += [True] * len(answer)
-    return answer
+    return play(BROKEN, Letters(), *texts, running=running, **how)[0]
 
 
 @pytest.mark.parametrize(
@@ -573,8 +483,10 @@ def test_an_episode_that_goes_on_elsewhere_is_played_again(before, says, error):
     """
     tokens, running = [*b"a", 0, *before, *b"b", 9], broken(says=says, max_turns=2)
     given = np.isin(np.arange(len(tokens)), range(2, 2 + len(before)))
+    response = Response(np.array(tokens), np.zeros(len(tokens)), Status.WAITING, given_T=given)
+    running.ask((0, 0, 0), BROKEN.prompts[0], response, 100)
     with pytest.raises(EnvironmentFailed, match=error) if error else nullcontext():
-        answer = answered(running, tokens, given)
+        ((_, answer),) = running.answers(wait=True)
         assert [turn["content"] for turn in answer.turns][::2] == ["a", "b\t"]
         assert answer.measures["turns"] == 2 and Broken.closed == 1
 
@@ -597,26 +509,6 @@ def test_turns_are_limited_and_a_cut_one_is_rewarded_alone():
     assert said == [("assistant", "a"), ("environment", "again"), ("assistant", "b")]
     cut = plays(broken(), "a", room=len("same"))
     assert (answer.status, cut.status) == (Status.STOPPED, Status.CUT)
-
-
-def test_a_task_grades_the_last_turn_where_there_is_no_reward():
-    tokens = np.array([*b"x 1", 0, *b"no", *b"Answer: 7", 0])
-    given = np.zeros(len(tokens), bool)
-    given[4:6] = True
-    turns = [("assistant", "x 1"), ("environment", "no"), ("assistant", "Answer: 7")]
-    turns = [{"role": role, "content": text} for role, text in turns]
-    how = {"given_T": given, "measures": {"turns": 2.0}, "turns": turns}
-    response = Response(tokens, np.zeros(len(tokens)), Status.STOPPED, **how)
-    prompt, tokenizer, task = Prompt(np.array([1]), EXAMPLE), Letters(), task_of(task="arithmetic")
-    (found,) = graded(Group(0, prompt, (response,)), task=task, tokenizer=tokenizer).responses
-    assert found.verdict.correct and found.verdict.measures == {"turns": 2.0}
-    assert found.text == "x 1noAnswer: 7"
-    rollouts = SimpleNamespace(sampled=[Group(0, prompt, (found,))], kept=np.array([0]))
-    rewards = np.array([[0.5]])
-    (row,), (shown,) = rollout_rows(rollouts, rewards), samples(rollouts, rewards)
-    assert row["turns"] == found.turns and row["response"] == found.text
-    assert shown["response"] == "[assistant] x 1\n[environment] no\n[assistant] Answer: 7"
-    assert "turns" not in shown
 
 
 # Runs.
@@ -676,18 +568,3 @@ def test_sample_prints_an_episode_turn_by_turn(tmp_path):
     between = ["assistant", "environment"] * (turns - 1)
     assert turns > 1 and [who for who, _ in said] == [*between, "assistant", "end"]
     assert said[1][1] == "No. Again:" and said[-1][1].startswith("wrong, reward -1; ")
-
-
-def test_a_file_for_an_environment_has_columns_and_needs_no_answer(tmp_path):
-    """Rows of one prompt are different episodes."""
-    rows = [{"prompt": "Go", "secret": n} for n in (3, 4, 4)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    how = {"path": str(tmp_path / "rows.jsonl"), "environment": "tests.test_episodes:Tools"}
-    tokenizer = load(written(tmp_path, QWEN3), chat="template")
-    loaded = load_dataset("data.train", set_of(**how), tokenizer, max_prompt_tokens=99)
-    texts = [tokenizer.decode(p.token_ids) for p in loaded.prompts]
-    header, tail = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
-    assert texts == [f"{header}Go for {n} steps{tail}" for n in (3, 4)]
-    assert [p.example.extra["secret"] for p in loaded.prompts] == [3, 4]
-    no_tools, rewritten = loaded.report.lines()[-2:]
-    assert "shows no tools" in no_tools and "rewrites earlier turns" in rewritten

@@ -58,10 +58,7 @@ def test_what_is_between_two_steps_comes_back_from_a_checkpoint_as_it_was():
     )
     assert played.continued().verdict == played.verdict  # its environment gave it
     responses += (played,)
-    partial, row = (
-        [Group(7, None, responses)],
-        {"step": 3, "reward/mean": 0.1},
-    )
+    partial, row = [Group(7, None, responses)], {"step": 3, "reward/mean": 0.1}
     progress = Progress(11, 99, row, partial, {"aime": {"2": 0.25}})
     saved = json.loads(json.dumps(progress.to_json())) | {"of an older version": 1}
     found = Progress.from_json(saved)

@@ -19,9 +19,11 @@ import pytest
 from byte_tokenizers import load, written
 from processes import wait_for
 from small_config import set_of
+from test_environments import call
 
 from dapo_jax.tasks.datasets import load_dataset
 from dapo_jax.tasks.environments import Episode
+from experiments.tasks.textarena import Games, seeded
 from tests.ext_tasks.adapters import Gem, Remote, RemoteAsync, Taxi
 
 PUBLISHED = pathlib.Path(os.environ.get("PUBLISHED", pathlib.Path(sys.prefix) / "published"))
@@ -91,20 +93,28 @@ def play(tmp_path):
         ("GuessTheNumber-v0", [f"[{n}]" for n in (3, 9, 14, 1, 2, 4, 5, 6, 7, 8)]),
         ("TowerOfHanoi-v0", [f"[{a} {b}]" for a, b in ["AC", "AB", "CB", "AC", "BA", "BC", "AC"]]),
         ("Mastermind-v0", [f"[{n} 2 3 4]" for n in (1, 5, 6)] + ["no move", "nor this"]),
+        ("2048-v0-mega-easy", ["[Left]", "[Up]", "[Right]", "[Down]"] * 40),  # draws at each move
     ],
 )
 def test_games_of_textarena_reward_as_the_package_does(play, game, turns):
+    """They leave nothing behind of the module random, which they draw from; an open one is lost."""
     import textarena
 
-    rows = [{"game": game, "seed": seed} for seed in (1, 2)]
+    train, test = ({it.extra["seed"] for it in Games(split=it).load()} for it in ("train", "test"))
+    assert train and not train & test
+    rows, before = [{"game": game, "seed": seed} for seed in (1, 2)], random.getstate()
+    assert play("experiments.tasks.textarena:Game", turns[:1], rows[0])[0][1] == -1
     found = play("experiments.tasks.textarena:Game", turns, *rows)
+    assert random.getstate() == before
     for (said, reward), row in zip(found, rows, strict=True):
         alone, texts, ends = textarena.make(f"{game}-raw"), [], False
-        alone.reset(num_players=1, seed=row["seed"])
-        for turn in turns:
+        with seeded(row["seed"]):
+            alone.reset(num_players=1, seed=row["seed"])
+        for i, turn in enumerate(turns, start=1):
             _, heard = alone.get_observation()
             texts.append("\n".join(text for who, text, _ in heard if who < 0))
-            ends, _ = alone.step(turn)
+            with seeded(row["seed"], i):
+                ends, _ = alone.step(turn)
             if ends:
                 break
         assert ends and said == ["\n\n" + texts[0], *texts[1:]]
@@ -133,18 +143,6 @@ def test_games_of_gem_reward_as_the_package_does(play, game):
                 break
             texts.append(text)
         assert any(ends) and said == texts and reward == pytest.approx(sum(rewards))
-
-
-def test_a_class_of_gem_is_an_environment_as_it_is(play):
-    """Alone: episodes at once would draw from one module random, each by the others' seeds."""
-    name = "gem.envs.game_env.mastermind:MastermindEnv"
-    turns = [r"\boxed{1 2 3 4}", r"\boxed{4 3 2 1}", "no guess"]
-    ((said, reward),) = play(name, turns, {"seed": 3}, episodes=1)
-    alone = importlib.import_module("gem.envs.game_env.mastermind").MastermindEnv()
-    opening, _ = alone.reset(seed=3)
-    steps = [alone.step(turn) for turn in turns]
-    assert said == [opening, steps[0][0], steps[1][0]]
-    assert reward == pytest.approx(sum(step[1] for step in steps))
 
 
 def test_the_taxi_of_gymnasium_drives_by_the_rows_seed(play, monkeypatch):
@@ -241,16 +239,13 @@ def server(published):
     assert not thread.is_alive()
 
 
-def call(number):
-    return f'<tool_call>{{"name": "guess", "arguments": {{"number": {number}}}}}</tool_call>'
-
-
 @pytest.mark.parametrize("kind", [Remote, RemoteAsync])
 def test_a_connection_to_openenvs_server_lives_as_long_as_its_episode(play, server, kind):
     """Guesses are counted by the session: another connection would begin at 1 again."""
     server.begun = server.closed = 0
     numbers = [random.Random(seed).randrange(100) for seed in (1, 2)]
-    turns = [call(-1) + call(100), *map(call, numbers), "done"]
+    low, high, *right = (call("guess", number=number) for number in (-1, 100, *numbers))
+    turns = [low + high, *right, "done"]
     found = play(f"tests.ext_tasks.adapters:{kind.__name__}", turns, {"seed": 1}, {"seed": 2})
     for (said, reward), seed in zip(found, (1, 2), strict=True):
         assert said[0] == f"Game {seed}: find the number below 100."
