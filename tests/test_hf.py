@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import quick
 from safetensors.numpy import load_file, save_file
+from states import assert_bitwise_equal
 from transformers import AutoConfig
 
 from dapo_jax.convert import convert
@@ -29,6 +30,7 @@ UNTIED = dataclasses.replace(TIED, tie_embeddings=False)
 SHARD_BYTES, WEIGHTS = 10_000, "model.safetensors"
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
 OF_YARN = {"rope_scaling": YarnScaling(4.0, 32_768)}
+SHORT = "original_max_position_embeddings"
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8_192}
 LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
@@ -36,11 +38,6 @@ LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 def random_params(config):
     """Parameters without a zero or a one, so that a tensor left out or swapped shows."""
     return quick.random_params(config, spread=1)[1]
-
-
-def assert_same(a, b):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
 @pytest.fixture
@@ -77,7 +74,7 @@ def test_parameters_load_in_pieces_onto_a_mesh_and_leave_it(tmp_path, monkeypatc
     shardings = rules.param_shardings(mesh, param_axes(params), params, rules.LEARNER)
     save_hf(params, config, tmp_path / "a", max_shard_bytes=SHARD_BYTES)
     loaded = load_params(tmp_path / "a", config, dtype="float32", shardings=shardings)
-    assert_same(loaded, params)
+    assert_bitwise_equal(loaded, params)
     assert jax.tree.map(lambda leaf: leaf.sharding, loaded) == shardings
     # Four devices want other columns of the same rows, or the same rows: they are read once.
     assert sum(read) == sum(leaf.nbytes for leaf in jax.tree.leaves(params))
@@ -86,7 +83,7 @@ def test_parameters_load_in_pieces_onto_a_mesh_and_leave_it(tmp_path, monkeypatc
     for file in (tmp_path / "a").iterdir():
         assert (tmp_path / "b" / file.name).read_bytes() == file.read_bytes()
     low = load_params(tmp_path / "b", config, dtype="bfloat16", shardings=shardings)
-    assert_same(low, jax.tree.map(lambda a: a.astype(jnp.bfloat16), params))
+    assert_bitwise_equal(low, jax.tree.map(lambda a: a.astype(jnp.bfloat16), params))
 
 
 @pytest.mark.parametrize("family", families.BUILT_IN)
@@ -143,16 +140,10 @@ def test_configs_of_older_and_newer_transformers_are_read(folder, changes, expec
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "(no scaling), 'llama3', 'yarn'"),
         ({"rope_scaling": YARN | {"mscale": 0.7}}, "'mscale' is no key of it"),
         # DeepSeek-R1-0528-Qwen3-8B's, which was told Python's words and no advice.
-        (
-            {"rope_scaling": YARN | {"attn_factor": 0.88}},
-            "take it out, as transformers does, or wri",
-        ),
+        ({"rope_scaling": YARN | {"attn_factor": 0.88}}, "take it out, as transformers does, or "),
         ({"rope_scaling": YARN | {"factor": float("nan")}}, "factor must be a positive number"),
         ({"rope_scaling": YARN, "rope_parameters": YARN | {"factor": 2.0}}, "must say the same as"),
-        (
-            {"rope_scaling": YARN, "original_max_position_embeddings": 4_096},
-            "original_max_position_embeddings is 4096, but 32768 beside the rope_type",
-        ),
+        ({"rope_scaling": YARN, SHORT: 4_096}, f"{SHORT} is 4096, but 32768 beside the rope_type"),
         ({"rope_scaling": {"factor": 4.0}}, "rope_scaling is {'factor': 4.0}"),
         ({"rope_parameters": {"rope_theta": 5e5}}, "rope_theta is [10000.0, 500000.0]"),
     ],
@@ -193,7 +184,7 @@ def test_buffers_of_older_checkpoints_are_ignored_and_other_tensors_not(tmp_path
     names = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "masked_bias", "bias")
     buffers = {f"{layer}.{name}": np.ones((1, 1, 9, 9), bool) for name in names}
     save_file(load_file(file) | buffers, file)
-    assert_same(load_params(tmp_path, UNTIED, dtype="float32"), params)
+    assert_bitwise_equal(load_params(tmp_path, UNTIED, dtype="float32"), params)
     weights = {f"{layer}.{name}": np.ones(4) for name in ("o_proj.bias", "rotary_emb.weight")}
     save_file(load_file(file) | weights, file)
     with pytest.raises(ValueError, match=r"2 tensors do not fit .* unexpected"):
@@ -205,7 +196,7 @@ def test_tied_head_may_be_stored_if_it_equals_the_embedding(tmp_path):
     save_hf(params, TIED, tmp_path)
     embed = params["embed_VD"]
     edit_weights(tmp_path, lambda t: t.update({"lm_head.weight": embed}))
-    assert_same(split(load_hf(tmp_path))[1], params)
+    assert_bitwise_equal(split(load_hf(tmp_path))[1], params)
 
     other = embed.copy()
     other[7, 3] += 1
@@ -239,7 +230,7 @@ def test_the_index_says_which_file_has_a_tensor(tmp_path):
     last = sorted(set(index["weight_map"].values()))[-1]
     tensors, name = load_file(tmp_path / last), "model.embed_tokens.weight"
     save_file(tensors | {name: np.zeros((64, 24), np.float32)}, tmp_path / last)
-    assert_same(load_params(tmp_path, UNTIED, dtype="float32"), params)
+    assert_bitwise_equal(load_params(tmp_path, UNTIED, dtype="float32"), params)
     save_file(tensors, tmp_path / last)
     file.write_text(json.dumps({"weight_map": index["weight_map"] | {name: last}}))
     with pytest.raises(ValueError, match=f"missing: {name}"):
@@ -266,7 +257,7 @@ def test_convert_keeps_tokenizer_and_config_and_rounds_the_weights(tmp_path):
         assert (end / name).read_bytes() == (start / name).read_bytes()
     convert(f"hf:{start}", f"hf:{tmp_path / 'half'}", dtype="bfloat16")
     half = load_params(tmp_path / "half", UNTIED, dtype="bfloat16")
-    assert_same(half, jax.tree.map(lambda a: a.astype(jnp.bfloat16), params))
+    assert_bitwise_equal(half, jax.tree.map(lambda a: a.astype(jnp.bfloat16), params))
     assert json.loads((tmp_path / "half" / "config.json").read_text())["torch_dtype"] == "bfloat16"
     given = config_json(UNTIED, np.dtype("float32"), {"hidden_size": 1, "bos_token_id": 1})
     assert (given["hidden_size"], given["bos_token_id"]) == (UNTIED.width, 1)

@@ -374,8 +374,8 @@ def near_pages(q_BNH, recent, recent_tokens_B, *given, window):
 PAGES = {  # heads, key heads, head size, tokens of a page, dtype
     "xla": (near_pages, (6, 2, 16, 16, WHOLE)),
     "gpu, groups of 5": (paged_gpu, (10, 2, 16, 16, WHOLE)),
-    "gpu, more heads than rows": (paged_gpu, (20, 1, 16, 16, WHOLE)),
-    "gpu, pages of two tiles": (paged_gpu, (14, 2, 16, 64, HALF)),
+    "gpu, more heads than rows": (paged_gpu, (20, 1, 16, 16, HALF)),
+    "gpu, pages of two tiles": (paged_gpu, (14, 2, 16, 64, WHOLE)),
     "tpu, grouped": (paged_tpu, (6, 2, 16, 16, WHOLE)),
     "tpu, one key head": (paged_tpu, (5, 1, 128, 64, HALF)),
     "tpu, heads of their own": (paged_tpu, (3, 3, 64, 48, WHOLE)),
@@ -419,107 +419,39 @@ def test_attention_over_pages_equals_the_definition(name, window):
         )
 
 
-def pages_of_rows(k_BTKH, v_BTKH, parts, C, S, window):
-    """Arguments of a kernel over pages, for each query of the parts of rows, without queries.
-
-    parts: (row, begin and end of a prompt, those of a response) of each. What a query sees of the
-    page that is filled are S recent tokens at most, from any place on.
-    """
-    K, H = k_BTKH.shape[2:]
-    pages, slots = [np.full((2, C, K, H), np.nan, k_BTKH.dtype)], []
-    for row, prompt, response in parts:
-        kv_2TKH = np.stack([k_BTKH[row], v_BTKH[row]])
-
-        def filled(begin, end, kv_2TKH=kv_2TKH):
-            ids = []
-            for place in range(begin, end, C):
-                pages.append(np.full_like(pages[0], np.nan))
-                pages[-1][:, : min(C, end - place)] = kv_2TKH[:, place : min(place + C, end)]
-                ids.append(len(pages) - 1)
-            return ids
-
-        prompt_pages = filled(*prompt)
-        for t in range(*response, 1 + C // 16):
-            count = t + 1 - response[0]
-            recent = 1 + (count * 7) % min(S, (count - 1) % C + 1)
-            ids = prompt_pages + filled(response[0], t + 1 - recent) + [0]
-            recent_2SKH = np.zeros((2, S, K, H), k_BTKH.dtype)
-            recent_2SKH[:, :recent] = kv_2TKH[:, t + 1 - recent : t + 1]
-            slots += [(row, t, recent_2SKH, recent, ids, prompt[1] - prompt[0], count - recent)]
-    row_B, t_B, recent_B, recent_tokens_B, ids_B, *tokens = zip(*slots, strict=True)
-    page_BX = np.zeros((len(slots), max(map(len, ids_B))), np.int32)
-    for b, ids in enumerate(ids_B):
-        page_BX[b, : len(ids)] = ids
-    recent = np.stack(recent_B).transpose(1, 0, 3, 2, 4)
-    pool = np.stack(pages).transpose(1, 0, 3, 2, 4)
-    (recent, pool) = ((k.swapaxes(2, 3), v) for k, v in (recent, pool))
-    tokens = [np.int32(n) for n in (recent_tokens_B, *tokens)]
-    return (row_B, t_B), (recent, tokens[0], pool, pool, page_BX, *tokens[1:])
-
-
-@pytest.mark.usefixtures("small")
-@pytest.mark.parametrize(
-    ("C", "window", "dtype"),
-    [(16, None, HALF), (64, None, WHOLE), (16, 33, WHOLE), (64, 70, HALF)],
-)
-def test_a_gpus_rows_have_the_bits_of_its_pages(C, window, dtype):
-    """Prompts and responses end around the borders of tiles, and begin anywhere in a row."""
-    pieces = [[(3, [1, C + 1, 5]), (C, [2 * C]), (5 * C - 1, [C - 1, 2 * C + 9, 7])]]
-    pieces += [[(0, [C + 3]), (1, [3]), (4 * C + 1, [4 * C + 2])]]
-    T = 17 * C
-    segment_BT, branch_BT = np.zeros((2, len(pieces), T), np.int32)
-    parts = []
-    for row, segments in enumerate(pieces):
-        end = 11 * row
-        for segment, (prompt, responses) in enumerate(segments, start=1):
-            begin, end = end, end + prompt
-            segment_BT[row, begin : end + sum(responses)] = segment
-            prompt_place = begin, end
-            for response in responses:
-                parts.append((row, prompt_place, (end, end + response)))
-                branch_BT[row, end : end + response] = len(parts)
-                end += response
-    q_BTNH, k_BTKH, v_BTKH = (a.astype(dtype) for a in arrays(segment_BT, heads=(6, 2, 2)))
-    numbers = segment_BT, branch_BT, positions(segment_BT, branch_BT)
-    rows = functools.partial(ROWS["flash"], window=window, tile_tokens=C)
-    places, given = pages_of_rows(k_BTKH, v_BTKH, parts, C, 8, window)
-    pages = functools.partial(paged_gpu.paged_attention, window=window, interpret=True)
-    run = functools.partial(jax.jit, compiler_options=OPTIONS["cpu"])
-    out_BTNH = run(rows)(3 * q_BTNH, k_BTKH, v_BTKH, *numbers)
-    found = run(pages)(3 * q_BTNH[places], *given)
-    np.testing.assert_array_equal(found, out_BTNH[places])
-
-
 as_run = functools.partial(jax.jit, compiler_options=OPTIONS["cpu"])
 
 
-def same_in_rows(pages: Pages, attend, window, multiple: int):
+def same_in_rows(pages: Pages, attend, multiple: int):
     """Attends in rows to what the slots of pages see: out_BNH of their queries.
 
-    Prompts and responses begin at multiples of so many tokens, with anything between them.
+    Prompts and responses begin at multiples of so many tokens, with anything between them. Where
+    they begin anywhere, responses of one prompt stand behind it side by side.
     """
     rng, q_BNH = np.random.default_rng(2), pages.given["q_BNH"]
     T = 16 * pages.given["pool"][1].shape[2]
     K, H = pages.parts_B[0][0].shape[1:4:2]
     q, *kv = (rng.normal(size=(5, T, n, H)).astype(q_BNH.dtype) for n in (q_BNH.shape[1], K, K))
     segment_BT, branch_BT, position_BT = np.zeros((3, 5, T), np.int32)
-    row = end = 0
+    row = end = segment = 0
     at_B = []
     for b, parts in enumerate(pages.parts_B):
         lengths = [part.shape[2] for part in parts]
+        again = multiple == 1 and parts[0] is pages.parts_B[b - 1][0]
+        segment += not again
         end = -(-end // multiple) * multiple
-        starts = end, end + -(-lengths[0] // multiple) * multiple
+        starts = end, end + (not again) * -(-lengths[0] // multiple) * multiple
         if starts[1] + lengths[1] > T:
             row, starts = row + 1, (0, starts[1] - end)
-        for branch, (part, start) in enumerate(zip(parts, starts, strict=True)):
+        for branch in range(again, 2):
+            part, start = parts[branch], starts[branch]
             end = start + lengths[branch]
-            segment_BT[row, start:end], branch_BT[row, start:end] = b + 1, branch * (b + 1)
+            segment_BT[row, start:end], branch_BT[row, start:end] = segment, branch * (b + 1)
             position_BT[row, start:end] = branch * lengths[0] + np.arange(end - start)
             for array, part_KSH in zip(kv, part, strict=True):
                 array[row, start:end] = part_KSH.swapaxes(0, 1)
         q[row, end - 1] = q_BNH[b]
         at_B.append((row, end - 1))
-    attend = functools.partial(attend, window=window)
     out_BTNH = np.asarray(as_run(attend)(q, *kv, segment_BT, branch_BT, position_BT))
     return np.stack([out_BTNH[at] for at in at_B])
 
@@ -530,14 +462,17 @@ def same_in_rows(pages: Pages, attend, window, multiple: int):
     [
         *(("tpu, grouped", window) for window in (None, 33, 1)),
         *(("tpu, one key head", 33), ("tpu, heads of their own", None)),
+        *(("gpu, more heads than rows", window) for window in (None, 33)),
+        *(("gpu, pages of two tiles", window) for window in (None, 70)),
     ],
 )
 def test_rows_and_pages_give_the_same_bits(name, window):
     """The learner's attention and the sampler's, in tiles of a page."""
     pages = case(name, window=window, jit=as_run)
     C = pages.given["pool"][1].shape[2]
-    attend = functools.partial(ROWS["flash_tpu"], tile_tokens=C)
-    np.testing.assert_array_equal(same_in_rows(pages, attend, window, C), pages())
+    kernel, multiple = ("flash", 1) if name.startswith("gpu") else ("flash_tpu", C)
+    attend = functools.partial(ROWS[kernel], window=window, tile_tokens=C)
+    np.testing.assert_array_equal(same_in_rows(pages, attend, multiple), pages())
 
 
 @pytest.mark.usefixtures("small")

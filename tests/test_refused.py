@@ -75,17 +75,18 @@ def sweep(changes):
     plan.make(**how | {"start": ""} | changes)
 
 
+AT_ONCE = {"algo.overlong_cache_tokens": 81, "updates_per_step": 5, "seed": -1}
+OF_CONFIG = {"on_bad_row": "skip", "path": "a"}
+LONG = {"rollout.max_response_tokens": 40_000, "learner.row_tokens": 0}
+UNREAD = ["algo.policy_loss=none,clip", "algo.eps_high=0.2,0.3"]
+BY_LEARNER = {"algo.tis_cap": 2.0, "algo.old_logprobs": "learner"}
 COUNTDOWN, NEW = "countdown:Countdown", "--config.eval.sets.new.path=a.csv --config.eval.sets."
 FINITE, CACHE = "but must be at least 0, and finite in float32", "rollout.cache_mib"
 A_SET, TWICE = "NAME:TASK:PATH, for instance", ["algo.eps_high=0.2", "algo.eps_high=0.3"]
 OF_A_RUN = "^--start is '.*', but must be run:DIR@STEP, a run's checkpoint$"
 REFUSED = [
     (setting, {"algo.tis_cap": 2.0}, r"tis_cap = 2\.0 .*old_logprobs = 'sampler'; set that to"),
-    (
-        setting,
-        {"algo.tis_cap": 2.0, "algo.old_logprobs": "learner", "algo.ratio": "sequence"},
-        r"tis_cap = 2\.0 is for single tokens.*'sequence'",
-    ),
+    (setting, BY_LEARNER | {"algo.ratio": "sequence"}, "tis_cap = 2.0 is for single .*'sequence'"),
     (setting, {"algo.eps_low": 1.0}, r"algo\.eps_low = 1\.0, but .*'cispo'"),
     (setting, {"algo.loss_aggregation": "token-mean"}, "token-mean.*token_mean, sequence_mean"),
     (setting, {"learner.row_tokens": 174}, "learner.row_tokens = 174.*175"),
@@ -97,12 +98,7 @@ REFUSED = [
     (setting, {"data.mixture.more.k": 3}, "more.k is set, but is for evaluation sets"),
     (setting, {"eval.sets.arithmetic.rules": "dappo"}, "'dappo', but must be one of dapo, strict"),
     (setting, {"eval.sets.arithmetic.temperature": 0.0}, "its 8 responses .* all be the same"),
-    # All at once.
-    (
-        setting,
-        {"algo.overlong_cache_tokens": 81, "updates_per_step": 5, "seed": -1},
-        r"\(1\).*seed = -1.*updates_per_step = 5.*\(3\).* 81 exc",
-    ),
+    (setting, AT_ONCE, r"\(1\).*seed = -1.*updates_per_step = 5.*\(3\).* 81 exc"),
     (program, {"rollout.page_tokens": 20}, "20 is not a multiple of .*block_tokens = 8"),
     (program, {"mesh.model": 4}, "mesh.model = 4 does not divide the model's 2 key/value heads"),
     (program, {CACHE: 1}, "= 1 does not hold .* 96 tokens and .* 80 on a device; 2 does"),
@@ -132,29 +128,16 @@ REFUSED = [
     (task, {"task": COUNTDOWN, "args": {"number": 4}}, r"'number' .*; it takes \(count: int, "),
     (task, {"kind": "arithmetic", "path": "sums.csv"}, "= 'sums.csv', but .* takes no path"),
     (task, {"task": COUNTDOWN, "answer_field": "sum"}, r"takes no answer_field .*answer_field=\)"),
-    (
-        task,
-        {"task": COUNTDOWN, "args": {"on_bad_row": "skip", "path": "a"}},
-        "args has on_bad_row, path, which the config has keys for",
-    ),
+    (task, {"task": COUNTDOWN, "args": OF_CONFIG}, "args has on_bad_row, path, which the"),
     (task, {"kind": "xlsx", "path": "x.csv"}, "= 'xlsx': must be one of dapo_parquet, .*arithmet"),
-    (
-        beginning,
-        {"model.preset": "0.5b", "rollout.max_response_tokens": 40_000, "learner.row_tokens": 0},
-        r"32768 positions.*model\.preset",
-    ),
+    (beginning, LONG | {"model.preset": "0.5b"}, r"32768 positions.*model\.preset"),
     (writer, "wandb", "'wandb', but that package is not installed: pip install .wandb>=0.19,<1"),
     (writer, "mlflow", r"has 'mlflow'; give one of tensorboard, wandb, trackio, or \"module:Class"),
     (writer, "no_such_module:Class", "cannot be imported .*: No module named 'no_such_module'"),
     (writer, f"{__name__}:pytest", "has no method step, evaluation, close"),
-    (sweep, {"grid": ["algo.eps_hihg=0.2"]}, "no key 'algo.eps_hihg'.*mean --config.algo.eps_high"),
     (sweep, {"grid": ["algo.eps_high=-1"]}, "arm 'eps_high=-1': .* = -1.0, but must be"),
     (sweep, {"grid": ["preset=dapo,naive_gpro"]}, "arm 'naive_gpro': .*did you mean 'naive_grpo'"),
-    (
-        sweep,
-        {"grid": ["algo.policy_loss=none,clip", "algo.eps_high=0.2,0.3"]},
-        "none.eps_high=0.2' and .*none.eps_high=0.3' are equal: .* = 0.3 has no .*= clip or cispo",
-    ),
+    (sweep, {"grid": UNREAD}, "none.eps_high=0.2' and .*=0.3' are equal: .*= clip or cispo"),
     (sweep, {"grid": TWICE}, "have algo.eps_high twice"),
     (sweep, {"grid": ["seed=1,2"]}, "give --seeds=5"),
     (sweep, {"named": ["a: num_steps=2", "a: num_steps=3"]}, "'a' cannot name .* or two arms"),

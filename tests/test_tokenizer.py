@@ -65,17 +65,6 @@ def test_the_models_own_end_tokens_stop(
     assert load(folder, chat="template" if chat else "none").stop_ids == tuple(stop_ids)
 
 
-def test_a_directory_without_endoftext_stops_at_its_end_token(bpe_folder, tmp_path):
-    spec = json.loads((bpe_folder / "tokenizer.json").read_text())
-    spec["added_tokens"][0]["content"] = "</s>"
-    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
-    with pytest.raises(ValueError, match="names no end-of-sequence token"):
-        load(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
-    tokenizer = load(tmp_path)
-    assert (tokenizer.vocab_size, tokenizer.stop_ids) == (259, (256,))
-
-
 def test_stop_tokens_are_chosen_by_text_in_order_and_once(bpe_folder):
     tokenizer = load(bpe_folder, stop_tokens=["<|im_end|>", "<|endoftext|>", "<|im_end|>"])
     assert tokenizer.stop_ids == (258, 256)
@@ -138,6 +127,7 @@ ENDS_NOWHERE["tokenizer.json"] = bpe().to_str()
         ({}, "neither a directory with a tokenizer's files nor a sent"),
         ({"tokenizer.model": "no"}, "tokenizer.model is not a sentencepiece m"),
         ({"tokenizer.json": "{"}, r"cannot be read: .*\(tokenizer\.path\)"),
+        ({"tokenizer.json": bpe(special=["</s>"]).to_str()}, "names no end-of-sequence token"),
         (ENDS_NOWHERE, r"generation_config.json: eos_token_id is .*but ids with a row"),
     ],
 )
