@@ -345,7 +345,7 @@ class Late(Twice):
         *((giving(get_reward=it), NUMBER) for it in (np.nan, np.inf, [1.0], "1", None)),
         (giving(correct="42"), "correct gives '42': it has to be True or False"),
         (giving(step="on", is_done="no"), "is_done gives 'no': it has to be True or False"),
-        (Misspelt, "failed: AttributeError: 'Misspelt' object has no attribute 'rewrad'"),
+        (Misspelt, "reward failed: AttributeError: 'Misspelt' object has no attribute 'rewrad'"),
         (Both, "reward is 0, and its steps' is 1"),
         (Late, "gives a reward, and had none"),
     ],
