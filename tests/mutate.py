@@ -251,7 +251,7 @@ seeds_unpaired dapo_jax/report/compare.py report sweep
 - d_S = of_arm[arm] - of_arm[than]
 + d_S = of_arm[arm] - of_arm[than].to_numpy()[::-1]
 environment_shares_row dapo_jax/tasks/environments.py environments
-- columns = self._outside(lambda: copy.deepcopy(columns))
+- columns = self._outside("columns", lambda: copy.deepcopy(columns))
 + columns = {**columns}
 seed_of_another dapo_jax/tasks/environments.py environments
 - return {name: more[name] for name in named & more.keys()} | dict(taken)
