@@ -70,6 +70,8 @@ def test_stop_tokens_are_chosen_by_text_in_order_and_once(bpe_folder):
     assert tokenizer.stop_ids == (258, 256)
     with pytest.raises(ValueError, match=r"stop_tokens: '<\|endoftxt\|>'.*<\|endoftext\|>"):
         load(bpe_folder, stop_tokens=["<|endoftxt|>"])
+    with pytest.raises(ValueError, match="stop_tokens: 5 is no token's text"):  # it is an id
+        load(bpe_folder, stop_tokens=[5])
 
 
 def test_an_id_beyond_the_models_rows_is_refused_only_where_a_text_a_stop_or_a_template_makes_it(
@@ -85,7 +87,7 @@ def test_an_id_beyond_the_models_rows_is_refused_only_where_a_text_a_stop_or_a_t
     with pytest.raises(ValueError, match=message):
         tokenizer.encode_chat(user(f"no {image}"))
     assert max(tokenizer.between(user(f"no {image}"), 258)) < 259
-    with pytest.raises(ValueError, match=r"stop_tokens: '<.image.>' is not in"):
+    with pytest.raises(ValueError, match=r"stop_tokens: '<.image.>' is no token's text in"):
         load(folder, stop_tokens=[image], rows=259)
     (folder / "generation_config.json").write_text('{"eos_token_id": [258, 259]}')
     with pytest.raises(ValueError, match=r"\[258, 259\], but ids with a row are below 259"):

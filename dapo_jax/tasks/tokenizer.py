@@ -396,9 +396,10 @@ def _stop_ids(stop_tokens: Sequence[str], ids: Mapping[str, int], file) -> tuple
         raise ValueError(f"{file} names no end-of-sequence token: set tokenizer.stop_tokens.")
     for text in stop_tokens:
         if text not in ids:
-            near = ", ".join(difflib.get_close_matches(text, ids, n=3)) or "none"
+            near = ", ".join(difflib.get_close_matches(f"{text}", ids, n=3)) or "none"
             raise ValueError(
-                f"tokenizer.stop_tokens: {text!r} is not in {file}, or in no row; near: {near}"
+                f"tokenizer.stop_tokens: {text!r} is no token's text in {file}, or has no row; "
+                f"near: {near}"
             )
     return tuple(dict.fromkeys(ids[text] for text in stop_tokens))
 
