@@ -66,8 +66,13 @@ RATIOS = {"token": token_ratio, "sequence": sequence_ratio}
 
 def clip(logp_pair, logp, tokens: Batch, settings):
     """Bounds the objective (Eq. 8 with the dual clip): beyond a bound a token has no gradient."""
-    bounds = {name: getattr(settings, name) for name in ("eps_low", "eps_high", "dual_clip")}
-    loss, held = algorithm.token_policy_loss(*logp_pair, tokens.advantage_BT, **bounds)
+    loss, held = algorithm.token_policy_loss(
+        *logp_pair,
+        tokens.advantage_BT,
+        eps_low=settings.eps_low,
+        eps_high=settings.eps_high,
+        dual_clip=settings.dual_clip,
+    )
     return loss, {f"clip_fraction/{bound}": value for bound, value in held.items()}
 
 

@@ -374,8 +374,10 @@ def near_pages(q_BNH, recent, recent_tokens_B, *given, window):
 PAGES = {  # heads, key heads, head size, tokens of a page, dtype
     "xla": (near_pages, (6, 2, 16, 16, WHOLE)),
     "gpu, groups of 5": (paged_gpu, (10, 2, 16, 16, WHOLE)),
-    "gpu, more heads than rows": (paged_gpu, (20, 1, 16, 16, HALF)),
-    "gpu, pages of two tiles": (paged_gpu, (14, 2, 16, 64, WHOLE)),
+    "gpu, more heads than rows": (paged_gpu, (20, 1, 16, 16, WHOLE)),
+    "gpu, the same in bfloat16": (paged_gpu, (20, 1, 16, 16, HALF)),
+    "gpu, pages of two tiles": (paged_gpu, (14, 2, 16, 64, HALF)),
+    "gpu, the same in float32": (paged_gpu, (14, 2, 16, 64, WHOLE)),
     "tpu, grouped": (paged_tpu, (6, 2, 16, 16, WHOLE)),
     "tpu, one key head": (paged_tpu, (5, 1, 128, 64, HALF)),
     "tpu, heads of their own": (paged_tpu, (3, 3, 64, 48, WHOLE)),
@@ -462,8 +464,8 @@ def same_in_rows(pages: Pages, attend, multiple: int):
     [
         *(("tpu, grouped", window) for window in (None, 33, 1)),
         *(("tpu, one key head", 33), ("tpu, heads of their own", None)),
-        *(("gpu, more heads than rows", window) for window in (None, 33)),
-        *(("gpu, pages of two tiles", window) for window in (None, 70)),
+        *(("gpu, the same in bfloat16", window) for window in (None, 33)),
+        *(("gpu, the same in float32", window) for window in (None, 70)),
     ],
 )
 def test_rows_and_pages_give_the_same_bits(name, window):

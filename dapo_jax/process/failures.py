@@ -111,7 +111,7 @@ def cause_of(error: BaseException) -> Cause | None:
         if theirs and (match := OS_ERROR.search(text)):
             number = int(match[1])
         # Without what Orbax adds to a checkpoint's until it is complete.
-        path = path.decode() if isinstance(path, bytes) else str(path)
+        path = f"{path}" if isinstance(path, int) else os.fsdecode(path)
         path = path.partition(".orbax-checkpoint-tmp")[0]
         system = errno.errorcode.get(number, "")
         name = system or (text if theirs or status else "")
