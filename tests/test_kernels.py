@@ -31,7 +31,7 @@ from models.kernels import (
     paged_tpu,
     triton,
 )
-from models.kernels.xla import PageTable, attention, near_attention, open_pages, page_order
+from models.kernels.xla import PageTable, attention, near_attention, page_order
 from models.precision import Weights
 from models.qwen2 import PRESETS, Qwen2Config
 from models.transformer import REMAT, Execution, abstract_params, segment_positions
@@ -366,9 +366,12 @@ def near_pages(q_BNH, recent, recent_tokens_B, *given, window):
     C, B = pool[1].shape[2], len(q_BNH)
     pools = [[jnp.nan_to_num(a, nan=9.0) for a in pool] for pool in (prompt_pool, pool)]
     current_B = response_BX[jnp.arange(B), jnp.minimum(tokens_B // C, response_BX.shape[1] - 1)]
-    opened = open_pages(pools[1], current_B, block_tokens=0)
-    page = [jnp.concatenate(a, axis=axis) for *a, axis in zip(opened, recent, (3, 2), strict=True)]
-    return near_attention(*pools, table, window=window)(q_BNH, page, recent_tokens_B)
+    page = [
+        jnp.concatenate([array_P[current_B], block], axis=axis)
+        for array_P, block, axis in zip(pools[1], recent, (3, 2), strict=True)
+    ]
+    attend = near_attention(*pools, table, block_tokens=recent[1].shape[2], window=window)
+    return attend(q_BNH, page, recent_tokens_B)
 
 
 PAGES = {  # heads, key heads, head size, tokens of a page, dtype

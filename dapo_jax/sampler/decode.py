@@ -161,12 +161,10 @@ def decode_block(
     key_B = sampling.request_keys(run_key_B, row["cursor"], row["sample"])
     uniform_SB = jax.vmap(lambda i: sampling.uniform_at(key_B, sampled_B + i))(jnp.arange(S))
     windows = [kind.window for kind in config.kinds]
-    opened = 0  # tokens before the block, in the page that a slot fills
+    opened = 0  # places of tokens before the block, in the page that a slot fills
     if kernels.attend_pages is None:
-        opened = cache.page_tokens
-        attend_slots = _by_pieces(
-            prompt_pages, pages, table, page_P, readers=cache.readers, windows=windows
-        )
+        opened = cache.page_tokens - S  # enough: it begins at a multiple of S
+        attend_slots = _by_pieces(prompt_pages, pages, table, page_P, cache=cache, windows=windows)
     else:
         attend_slots = _by_kernel(kernels.attend_pages, prompt_pages, pages, table, windows)
 
@@ -227,7 +225,7 @@ def decode_block(
         return i + 1, active_B & ~ended_B, token_B, new_kv, token_SB, logp_SB, route_SBLA
 
     if opened:
-        block_kv = [xla.open_pages(pool, page_B, block_tokens=S) for pool in pages]
+        block_kv = [(k_PKHC[page_B], v_PKCH[page_B]) for k_PKHC, v_PKCH in pages]
     else:
         empty = (B, K, H, S), (B, K, S, H)
         block_kv = [tuple(jnp.zeros(shape, pages[0][1].dtype) for shape in empty) for _ in pages]
@@ -261,27 +259,28 @@ def _columns(row_BX, cache: Cache) -> dict[str, jax.Array]:
     return columns
 
 
-def _by_pieces(prompt_pages, pages, table: xla.PageTable, page_P, *, readers: int, windows):
+def _by_pieces(prompt_pages, pages, table: xla.PageTable, page_P, *, cache: Cache, windows):
     """Attention by plain XLA, page by page: attend(q_BNH, block, live_B, layer=) -> out_BNH.
 
-    block: keys and values of the page that a slot fills and of this block (`xla.open_pages`), of
-    which a query sees the first live_B. A layer with a window has those pages apart that its slots
-    see.
+    block: keys and values of the page that a slot fills, this block's last, of which a query sees
+    the first live_B (`xla.open_attention`). A layer with a window has those pages apart that its
+    slots see.
     """
+    C, S = cache.page_tokens, cache.block_tokens
+    offset_B = table.response_tokens_B % C
     reader_URB, live_U, reader_P1B, live_P, entry_BX = xla.pieces(
         table,
         prompt_pages=len(prompt_pages[0][0]),
-        readers=readers,
+        readers=cache.readers,
         pages=len(page_P),
-        page_tokens=pages[0][1].shape[2],
+        page_tokens=C,
     )
-    C = pages[0][1].shape[2]
     seen_UC, seen_PC = (jnp.arange(C) < live_N[:, None] for live_N in (live_U, live_P))
     whole = len(page_P) == len(pages[0][0])
     closed = pages if whole else [(k_PKHC[page_P], v_PKCH[page_P]) for k_PKHC, v_PKCH in pages]
 
     near = {
-        i: xla.near_attention(prompt_pages[i], closed[i], table, window=window)
+        i: xla.near_attention(prompt_pages[i], closed[i], table, block_tokens=S, window=window)
         for i, window in enumerate(windows)
         if window is not None
     }
@@ -290,7 +289,7 @@ def _by_pieces(prompt_pages, pages, table: xla.PageTable, page_P, *, readers: in
         if layer in near:
             return near[layer](q_BNH, block, live_B)
         q = tiles.scaled(q_BNH)
-        recent = xla.open_attention(q, block, table.response_tokens_B, live_B, page_tokens=C)
+        recent = xla.open_attention(q, block, offset_B, live_B, block_tokens=S)
         prompt = xla.page_attention(xla.of_readers(q, reader_URB), *prompt_pages[layer], seen_UC)
         response = xla.page_attention(xla.of_readers(q, reader_P1B), *closed[layer], seen_PC)
         return xla.combine([prompt, response, recent], entry_BX, dtype=q_BNH.dtype)

@@ -255,7 +255,8 @@ def agree_pages(work: Work, N: int, K: int, H: int) -> str:
             jnp.concatenate([array_P[open_B], block], axis=axis)
             for array_P, block, axis in zip(pool, recent, (3, 2), strict=True)
         ]
-        return xla.near_attention(prompt_pool, pool, table, window=whole)(q_BNH, opened, recent_B)
+        attend = xla.near_attention(prompt_pool, pool, table, block_tokens=BLOCK, window=whole)
+        return attend(q_BNH, opened, recent_B)
 
     attended = [jax.jit(run)(q_BNH, recent, prompt_pool, pool) for run in (ours, plain)]
     offset_B = response_B % C

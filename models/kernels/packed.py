@@ -56,8 +56,8 @@ def packed_attention(
 class _Visits:
     """Says which tiles every query block visits, and which keys a query sees.
 
-    of_Z: each token's numbers, padded by a tile: its segment, branch, place in the row, part (a
-    prompt or a response), and position where there is a window. next_QT: the place in the row of
+    of_Z: each token's numbers, padded by a tile: its segment, branch, part (a prompt or a
+    response), and position where there is a window. next_QT: the place in the row of
     the first tile to visit from each place on, T for none; count_Q: how many there are. order_IW:
     the query blocks, those with most first, W at a time; Q stands for none.
     """
@@ -81,19 +81,20 @@ class _Visits:
         query_WT = query_W[:, None] * BLOCK_TOKENS + jnp.arange(BLOCK_TOKENS)
         key_WC = first_W1 + jnp.arange(self.tile_tokens)
 
-        def both(name):
-            of_Z = self.of_Z[name]
-            return of_Z.at[query_WT].get(mode="clip")[:, :, None], of_Z[key_WC][:, None]
+        def of(name, token_WX):
+            return self.of_Z[name].at[token_WX].get(mode="clip")
 
-        (segment, of_key), (branch, of_branch) = both("segment"), both("branch")
-        (place, of_place), (_, of_part) = both("place"), both("part")
-        own = (segment == of_key) & ((of_branch == 0) | (of_branch == branch))
-        own &= (place >= of_place) & (segment > 0)
-        own &= of_part == self.of_Z["part"][first_W1][:, None]
+        of_tile_W1 = of("branch", first_W1)
+        reads_WT = of("segment", query_WT) == of("segment", first_W1)
+        reads_WT &= (of_tile_W1 == 0) | (of("branch", query_WT) == of_tile_W1)
+        reads_WT &= (place_W < T)[:, None]
+        is_tile_WC = of("part", key_WC) == of("part", first_W1)
+        seen_WTC = reads_WT[:, :, None] & is_tile_WC[:, None]
+        seen_WTC &= query_WT[:, :, None] >= key_WC[:, None]
         if self.window is not None:
-            position, of_position = both("position")
-            own &= position - of_position < self.window
-        return own & (place_W < T)[:, None, None]
+            position_WT, of_key_WC = of("position", query_WT), of("position", key_WC)
+            seen_WTC &= position_WT[:, :, None] - of_key_WC[:, None] < self.window
+        return seen_WTC
 
 
 def _visits(segment_BT, branch_BT, position_BT=None, *, window, tile_tokens: int) -> _Visits:
@@ -123,7 +124,7 @@ def _visits(segment_BT, branch_BT, position_BT=None, *, window, tile_tokens: int
     )
     last_S1 = (jnp.arange(S) * BLOCK_TOKENS + BLOCK_TOKENS - 1)[:, None]
     visited_BST &= is_tile_BT[:, None] & (place_BT[:, None] <= last_S1)
-    of_BT = {"segment": segment_BT, "branch": branch_BT, "place": place_BT}
+    of_BT = {"segment": segment_BT, "branch": branch_BT}
     of_BT["part"] = jnp.arange(B)[:, None] * T + begin_BT
     if window is not None:
         of_BT["position"] = position_BT

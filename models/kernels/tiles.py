@@ -61,7 +61,7 @@ def tile(q_MH, k_HC, v_CH, seen_MC) -> Sums:
     seen_MC = padded(seen_MC, multiple, axis=-1)
     x_MC = _product(q_MH, k_HC.astype(jnp.float32))
     x_MC = jnp.where(seen_MC, x_MC, MASKED)
-    power_M = jnp.ceil(jnp.max(x_MC, axis=-1))
+    power_M = jnp.ceil(_largest(x_MC))
     weight_MC = jnp.where(seen_MC, jnp.exp2(x_MC - power_M[..., None]), 0.0)
     # By a product, since XLA adds up more than 32 terms by halves. One column has an order of its
     # own.
@@ -103,3 +103,11 @@ def padded(array, multiple: int, *, axis: int):
 
 def _product(a, b):
     return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+def _largest(x_MC):
+    # XLA for CPUs takes the maximum of more than 32 by windows, which takes longer.
+    while x_MC.shape[-1] > 32:
+        half = -(-x_MC.shape[-1] // 2)
+        x_MC = jnp.maximum(x_MC[..., :half], x_MC[..., -half:])
+    return jnp.max(jax.lax.optimization_barrier(x_MC), axis=-1)

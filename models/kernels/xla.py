@@ -169,35 +169,23 @@ def combine(parts: Sequence[tiles.Sums], entry_BX, *, dtype):
     return tiles.attended(total).reshape(len(entry_BX), K * G, -1).astype(dtype)
 
 
-def open_pages(pool, page_B, *, block_tokens: int):
-    """Takes the page that each slot fills, with room behind for a block: (k_BKHX, v_BKXH).
+def open_attention(q_BNH, page, offset_B, live_B, *, block_tokens: int, window=None) -> tiles.Sums:
+    """Attends to the page that each slot fills, and to the first live_B tokens of a block.
 
-    X = C + block_tokens.
+    page: (k_BKHX, v_BKXH). Its last S = block_tokens places are the block's, wherever in the page
+    it begins; the first offset_B <= X - S are those before it. The query is the last live one.
     """
-    k_BKHC, v_BKCH = (array_P[page_B] for array_P in pool)
-    whole, room = (0, 0), (0, block_tokens)
-    return jnp.pad(k_BKHC, (whole, whole, whole, room)), jnp.pad(
-        v_BKCH, (whole, whole, room, whole)
-    )
-
-
-def open_attention(q_BNH, page, response_tokens_B, live_B, *, page_tokens: int, window=None):
-    """Attends to the page that each slot fills, and to the first live_B tokens of the block: Sums.
-
-    page: `open_pages`'s. response_tokens_B: those before the block. The query is the last live one.
-    """
-    C, S = page_tokens, page[1].shape[2] - page_tokens
-    offset_B1 = response_tokens_B[:, None] % C
-    index_BX = jnp.concatenate(
-        [jnp.broadcast_to(jnp.arange(C), (len(q_BNH), C)), offset_B1 + jnp.arange(S)], axis=1
-    )
-    live_BX = jnp.arange(C + S) < jnp.where(jnp.arange(C + S) < C, offset_B1, C + live_B[:, None])
+    X, offset_B1, live_B1 = page[1].shape[2], offset_B[:, None], live_B[:, None]
+    place_X, first = jnp.arange(X), X - block_tokens
+    is_new_X = place_X >= first
+    seen_BX = jnp.where(is_new_X, place_X < first + live_B1, place_X < offset_B1)
     if window is not None:
-        live_BX &= offset_B1 + live_B[:, None] - 1 - index_BX < window
-    return page_attention(q_BNH[:, None], *page, live_BX)
+        index_BX = jnp.where(is_new_X, offset_B1 + place_X - first, place_X)
+        seen_BX &= offset_B1 + live_B1 - 1 - index_BX < window
+    return page_attention(q_BNH[:, None], *page, seen_BX)
 
 
-def near_attention(prompt_pool, pool, table: PageTable, *, window: int):
+def near_attention(prompt_pool, pool, table: PageTable, *, block_tokens: int, window: int):
     """Takes the pages of every slot that a window sees, from the first step of a block on.
 
     Returns attend(q_BNH, page, live_B) -> out_BNH, which sees them, the page that a slot fills and
@@ -227,9 +215,7 @@ def near_attention(prompt_pool, pool, table: PageTable, *, window: int):
 
     def attend(q_BNH, page, live_B):
         q = tiles.scaled(q_BNH)
-        recent = open_attention(
-            q, page, table.response_tokens_B, live_B, page_tokens=C, window=window
-        )
+        recent = open_attention(q, page, offset_B, live_B, block_tokens=block_tokens, window=window)
         hidden_B1 = (hidden_B + live_B - 1)[:, None]
         token_BXC = jnp.arange(C) + jnp.zeros((B, X, 1), jnp.int32)
         seen_BXC = token_BXC < live_BX[..., None]
