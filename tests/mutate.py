@@ -157,7 +157,7 @@ quotient_fused dapo_jax/logprobs.py exact::test_heads_are_exact_at_any_temperatu
 whole_sum dapo_jax/logprobs.py exact::test_heads_are_exact_at_any_temperature
 - self._sum_C = total(sum_CN)
 + self._sum_C = whole(self._exp_CV)
-pages_reversed models/kernels/xla.py exact::test_the_learner_computes_what_the_sampler_recorded
+pages_reversed models/kernels/xla.py exact::test_a_slots_pages_are_added_up_as_a_rows_tiles_are
 - pieces = scale_BXKG.swapaxes(0, 1), entry_BX.T
 + pieces = scale_BXKG.swapaxes(0, 1)[::-1], entry_BX.T[::-1]
 branches_in_one_part models/kernels/packed.py exact::test_the_learner_computes_what_the_sampler_recorded

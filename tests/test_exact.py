@@ -246,6 +246,27 @@ def test_wide_models_are_exact_with_few_slots(family, dtype, slots):
     exact(built)
 
 
+def test_a_slots_pages_are_added_up_as_a_rows_tiles_are():
+    """One after the other, whatever their powers; what is not finite stays in its slot."""
+    rng, (E, K, G, H), (B, X) = np.random.default_rng(0), (150, 2, 3, 5), (4, 37)
+    sums = tiles.Sums(
+        rng.normal(size=(E, K, G, H)).astype(np.float32),
+        rng.uniform(0.1, 60, (E, K, G)).astype(np.float32),
+        rng.integers(-90, 90, (E, K, G)).astype(np.float32),
+    )
+    sums.power[:9] = tiles.MASKED  # tiles of which nothing is seen
+    entry_BX = rng.permutation(E)[: B * X].reshape(B, X)
+    entry_BX[:, :-1] = np.where(rng.random((B, X - 1)) < 0.3, E, entry_BX[:, :-1])
+    sums.out[entry_BX[0, -1]] = np.nan
+    run = functools.partial(combine, dtype=jnp.float32)
+    out_BNH = jax.jit(run, compiler_options=OPTIONS["cpu"])([sums], entry_BX)
+    for out_NH, entry_X in zip(out_BNH, entry_BX, strict=True):
+        pieces = (tiles.Sums(*(a[e] for a in sums)) for e in entry_X[entry_X < E])
+        together_KGH = tiles.attended(functools.reduce(tiles.add, pieces))
+        np.testing.assert_array_equal(out_NH, together_KGH.reshape(K * G, H))
+    assert np.isfinite(out_BNH[1:]).all()
+
+
 def test_a_program_does_not_grow_with_the_pages_that_are_added_up():
     """One that had lines of its own for each page took half a minute to compile, for 2,048 tokens.
 

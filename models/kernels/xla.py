@@ -154,7 +154,7 @@ def combine(parts: Sequence[tiles.Sums], entry_BX, *, dtype):
     entry_BX = jnp.where(entry_BX < E, entry_BX, entry_BX[:, -1:])
     power_BXKG = jnp.where(has_BX11, power_EKG[entry_BX], MASKED)
     most_B1KG = jnp.max(power_BXKG, axis=1, keepdims=True)
-    scale_BXKG = jnp.where(has_BX11, tiles.power_of_two(power_BXKG - most_B1KG), 0.0)
+    scale_BXKG = tiles.power_of_two(power_BXKG - most_B1KG)
 
     def with_next(total_BKGZ, piece):
         scale_BKG, entry_B = piece
