@@ -336,7 +336,8 @@ def step_row(step: Step) -> dict[str, float]:
             *_, place = traceback.extract_tb(error.__traceback__)
             raise ValueError(
                 f"log.metrics: {key} of step {step.step} failed in line {place.lineno} of "
-                f"{place.filename} ({brief(error)}); leave it out of log.metrics to go on"
+                f"{place.filename} ({brief(error)}); mend it or leave it out, and give the same "
+                "command again"
             ) from error
     row = {}
     for key, value in values.items():
