@@ -189,8 +189,8 @@ KEYS = {
         "device; 0: for the first generation batch, as memory and a CPU's cores allow", at_least=0),
     "rollout.slot_tokens": may_change(4_608, "response tokens of cache a slot; longer ones take "
         "more; 0: half of the limit", at_least=0),
-    "rollout.page_tokens": Key(128, "the cache is handed out in pages of so many tokens, or more "
-        "where the kernels need it", at_least=1),
+    "rollout.page_tokens": Key(128, "the cache is handed out in pages of so many tokens, or of "
+        "what the kernels need", at_least=1),
     "rollout.block_tokens": Key(16, "decode steps per block; the scheduler runs between blocks",
         at_least=1),
     "rollout.max_turns": Key(8, "of an episode, where a data set has an environment", at_least=1,

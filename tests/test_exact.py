@@ -255,9 +255,10 @@ def test_a_slots_pages_are_added_up_as_a_rows_tiles_are():
         rng.integers(-90, 90, (E, K, G)).astype(np.float32),
     )
     sums.power[:9] = tiles.MASKED  # tiles of which nothing is seen
-    entry_BX = rng.permutation(E)[: B * X].reshape(B, X)
+    entry_BX = 1 + rng.permutation(E - 1)[: B * X].reshape(B, X)
     entry_BX[:, :-1] = np.where(rng.random((B, X - 1)) < 0.3, E, entry_BX[:, :-1])
-    sums.out[entry_BX[0, -1]] = np.nan
+    entry_BX[0, -1] = 0
+    sums.out[0] = np.nan
     run = functools.partial(combine, dtype=jnp.float32)
     out_BNH = jax.jit(run, compiler_options=OPTIONS["cpu"])([sums], entry_BX)
     for out_NH, entry_X in zip(out_BNH, entry_BX, strict=True):
@@ -265,6 +266,15 @@ def test_a_slots_pages_are_added_up_as_a_rows_tiles_are():
         together_KGH = tiles.attended(functools.reduce(tiles.add, pieces))
         np.testing.assert_array_equal(out_NH, together_KGH.reshape(K * G, H))
     assert np.isfinite(out_BNH[1:]).all()
+
+
+@pytest.mark.parametrize("keys", [35, 48, 200])
+def test_a_tiles_power_is_of_its_largest_key_wherever_it_is(keys):
+    """A smaller one would give the same sums, until a weight is too large for float32."""
+    k_MHC = 9.0 * np.eye(keys, dtype=np.float32)[:, None]
+    seen = np.ones((1, keys), bool)
+    power_M1 = tiles.tile(jnp.ones((keys, 1, 1)), k_MHC, jnp.zeros((keys, 1)), seen).power
+    np.testing.assert_array_equal(power_M1, np.full((keys, 1), 9.0))
 
 
 def test_a_program_does_not_grow_with_the_pages_that_are_added_up():

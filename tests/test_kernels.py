@@ -233,10 +233,14 @@ def test_a_name_is_taken_where_the_platform_can_run_it():
         ("gpu", 64, {8: 16, 32: 32, 48: 64, 96: 128}),
         *(("tpu", 64, {8: 128, 128: 128, 129: 256}), ("tpu", 128, {32: 32, 48: 48})),
         *((name, 64, {8: 8, 48: 48}) for name in ("cpu", "gpu_interpret", "tpu_interpret")),
+        *((name, 64, {512: 512, 1_024: 512, 520: 260}) for name in ("cpu", "xla")),
     ],
 )
 def test_pages_are_as_large_as_the_kernels_need(name, head_size, pages):
-    """A config's pages of 48 tokens run on a GPU, those of 32 beside heads of 64 on a TPU."""
+    """A config's pages of 48 tokens run on a GPU, those of 32 beside heads of 64 on a TPU.
+
+    On a CPU SmolLM2 was not exact with pages of 1,024 tokens.
+    """
     assert {C: KERNELS[name].page_tokens(C, head_size) for C in pages} == pages
 
 

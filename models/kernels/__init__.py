@@ -30,7 +30,7 @@ class Kernels:
     whether several responses may stand there behind one prompt, and prompts and responses begin at
     multiples of part_multiple tokens. attend_pages is `paged_tpu`'s or `paged_gpu`'s, with its last
     argument given, or None where plain XLA attends to pages and writes them in a loop; write_pages
-    and copy_pages are `pages_tpu`'s or `xla`'s. page_tokens(tokens, head size) rounds a page up to
+    and copy_pages are `pages_tpu`'s or `xla`'s. page_tokens(tokens, head size) rounds a page to
     what they take. learn_product and sample_product are einsums with a weight matrix. With
     unrolls_layers the learner unrolls its layers instead of scanning them, where it recomputes
     nothing. wide_options are the compiler's for the sampler's programs that run many tokens at
@@ -115,7 +115,11 @@ def _gpu(*, interpret: bool) -> Kernels:
     )
 
 
-XLA = Kernels(attend_rows=packed.packed_attention, sample_product=cpu.of_matrices)
+XLA = Kernels(
+    attend_rows=packed.packed_attention,
+    sample_product=cpu.of_matrices,
+    page_tokens=cpu.page_tokens,
+)
 KERNELS = {
     "cpu": dataclasses.replace(
         XLA,

@@ -26,6 +26,7 @@ BLOCK_TERMS = 512
 # With so many rows weights on the left of a product are read faster. Where there are more terms
 # than a block has, fewer than WIDE rows or columns have another order of sums there.
 LEFT_ROWS, WIDE = range(8, 129), 64
+TILE_VALUES = 32_768  # of a tile's keys; products with more of them have another order of sums
 
 
 def of_matrices(spec, x, w, **options):
@@ -51,6 +52,13 @@ def of_matrices(spec, x, w, **options):
         out_RF = barrier(jnp.einsum("RZ,FZ->RF", x_RZ, w_FZ, **options))
     out = out_RF.reshape([size[axis] for axis in of_x + of_w])
     return jnp.einsum(f"{of_x}{of_w}->{out_axes}", out)
+
+
+def page_tokens(tokens: int, head_dim: int) -> int:
+    """Halves a page until its products add up in order."""
+    while tokens % 2 == 0 and tokens * head_dim > TILE_VALUES:
+        tokens //= 2
+    return tokens
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))

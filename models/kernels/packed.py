@@ -75,8 +75,10 @@ class _Visits:
         return query_W * BLOCK_TOKENS // T * T + place_W
 
     def seen(self, query_W, place_W):
-        """Says what the tokens of query blocks see of one tile each: seen_WTC."""
-        T = self.next_QT.shape[1] - 1
+        """Says what the tokens of query blocks see of one tile each: seen_WTC.
+
+        Nothing of one that begins behind their row.
+        """
         first_W1 = self.start(query_W, place_W)[:, None]
         query_WT = query_W[:, None] * BLOCK_TOKENS + jnp.arange(BLOCK_TOKENS)
         key_WC = first_W1 + jnp.arange(self.tile_tokens)
@@ -87,7 +89,6 @@ class _Visits:
         of_tile_W1 = of("branch", first_W1)
         reads_WT = of("segment", query_WT) == of("segment", first_W1)
         reads_WT &= (of_tile_W1 == 0) | (of("branch", query_WT) == of_tile_W1)
-        reads_WT &= (place_W < T)[:, None]
         is_tile_WC = of("part", key_WC) == of("part", first_W1)
         seen_WTC = reads_WT[:, :, None] & is_tile_WC[:, None]
         seen_WTC &= query_WT[:, :, None] >= key_WC[:, None]
