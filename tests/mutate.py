@@ -101,8 +101,8 @@ head_grouping models/kernels/xla.py parity
 - q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
 + q_BTKGH = q_BTNH.reshape(B, T, N // K, K, H).swapaxes(2, 3)
 packed_branch models/kernels/packed.py kernels::test_attention_in_rows_equals_the_definition
-- (of_tile_W1 == 0) | (of("branch", query_WT) == of_tile_W1)
-+ (of_tile_W1 == 0) | (of("branch", query_WT) >= of_tile_W1)
+- (tile_branch_W1 == 0) | (at("branch", query_WT) == tile_branch_W1)
++ (tile_branch_W1 == 0) | (at("branch", query_WT) >= tile_branch_W1)
 flash_window models/kernels/flash_gpu.py kernels::test_attention_in_rows_equals_the_definition
 - key_S >= first_Q[:, None]
 + key_S > first_Q[:, None]

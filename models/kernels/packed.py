@@ -57,9 +57,9 @@ class _Visits:
     """Says which tiles every query block visits, and which keys a query sees.
 
     of_Z: each token's numbers, padded by a tile: its segment, branch, part (a prompt or a
-    response), and position where there is a window. next_QT: the place in the row of
-    the first tile to visit from each place on, T for none; count_Q: how many there are. order_IW:
-    the query blocks, those with most first, W at a time; Q stands for none.
+    response), and position where there is a window. next_QT: the place in the row of the first tile
+    to visit from each place on, T for none; count_Q: how many there are. order_IW: the query
+    blocks, those with most first, W at a time; Q stands for none.
     """
 
     of_Z: dict[str, Any]
@@ -83,18 +83,18 @@ class _Visits:
         query_WT = query_W[:, None] * BLOCK_TOKENS + jnp.arange(BLOCK_TOKENS)
         key_WC = first_W1 + jnp.arange(self.tile_tokens)
 
-        def of(name, token_WX):
+        def at(name, token_WX):
             return self.of_Z[name].at[token_WX].get(mode="clip")
 
-        of_tile_W1 = of("branch", first_W1)
-        reads_WT = of("segment", query_WT) == of("segment", first_W1)
-        reads_WT &= (of_tile_W1 == 0) | (of("branch", query_WT) == of_tile_W1)
-        is_tile_WC = of("part", key_WC) == of("part", first_W1)
+        tile_branch_W1 = at("branch", first_W1)
+        reads_WT = at("segment", query_WT) == at("segment", first_W1)
+        reads_WT &= (tile_branch_W1 == 0) | (at("branch", query_WT) == tile_branch_W1)
+        is_tile_WC = at("part", key_WC) == at("part", first_W1)
         seen_WTC = reads_WT[:, :, None] & is_tile_WC[:, None]
         seen_WTC &= query_WT[:, :, None] >= key_WC[:, None]
         if self.window is not None:
-            position_WT, of_key_WC = of("position", query_WT), of("position", key_WC)
-            seen_WTC &= position_WT[:, :, None] - of_key_WC[:, None] < self.window
+            position_WT, key_position_WC = at("position", query_WT), at("position", key_WC)
+            seen_WTC &= position_WT[:, :, None] - key_position_WC[:, None] < self.window
         return seen_WTC
 
 
