@@ -10,13 +10,13 @@ import math
 import numpy as np
 
 NULL_PAGE = 0  # the page that no request owns: idle rows of a batch write there
-# Batches are padded to a multiple. A cache of fewer slots than XLA_ROWS has one size of batch, the
-# next power of two: one question to `sample` need not cost 64 rows. On a CPU a row has the
-# learner's bits among FEWEST_ROWS or more.
-ROWS, XLA_ROWS, FEWEST_ROWS = 32, 64, 4
+# Batches are padded to a multiple. On a CPU a row has the learner's bits among XLA_ROWS, whatever
+# the others are.
+ROWS, XLA_ROWS = 32, 8
 # What plain XLA decodes, as parts of the slots and of the response pages: the first that holds the
-# occupied slots and their full pages. Elsewhere than on a CPU the bits of a row may differ.
-PARTS = ((1 / 4, 1 / 8), (1 / 2, 1 / 4), (1 / 2, 1 / 2), (1, 1 / 2), (1, 3 / 4), (1, 1))
+# occupied slots and their full pages. The longest responses are left at last, a few slots with many
+# pages. Elsewhere than on a CPU the bits of a row may differ.
+PARTS = ((1 / 4, 1 / 8), (1 / 2, 1 / 4), (1, 1 / 4), (1, 1 / 2), (1, 1))
 FEW_ROWS = (32, 64, 128, 192, 256, 384, 512)  # as slots fall empty: a step costs by the row
 ROW_SCALARS = (
     *("active", "stream", "cursor", "sample", "token", "sampled", "limit", "prompt_tokens"),
@@ -115,25 +115,25 @@ def plan_cache(
 
     token_bytes: of one token's keys and values on the device. There is a slot for every
     `slot_tokens` response tokens of cache: longer responses take pages that shorter ones leave.
-    The keys and values of the block being decoded count too, and (copies) those of the parts of
-    the pool that plain XLA attends to, of 3/4 at most. Raises ValueError where one request of the
-    greatest length would not fit.
+    The keys and values of the block being decoded count too, and (copies) what plain XLA attends
+    to: each slot's open page, and pages of the pool, half of it at most. Raises ValueError where
+    one request of the greatest length would not fit.
     """
     page_bytes = token_bytes * limits.page_tokens
     # Every occupied slot has a page to itself, and admission keeps pages free for growth.
     slot_tokens = max(slot_tokens, limits.page_tokens + WATERMARK_BLOCKS * limits.block_tokens)
 
     def cache(budget_bytes: int, slots: int) -> Cache:
-        power_of_two = max(FEWEST_ROWS, 2 ** (slots - 1).bit_length())
-        rows = min(XLA_ROWS, power_of_two) if copies else ROWS
+        rows = XLA_ROWS if copies else ROWS
         longest = limits.pages_per_prompt
         prompt_pages = longest + SPARE_PROMPTS * -(-slots // limits.readers) * min(longest, 2) + 1
         planned = dataclasses.replace(limits, slots=slots, rows=rows, prompt_pages=prompt_pages)
-        block_bytes = planned.padded(slots) * limits.block_tokens * token_bytes
+        open_tokens = limits.page_tokens if copies else limits.block_tokens
+        block_bytes = planned.padded(slots) * open_tokens * token_bytes
         left = budget_bytes - block_bytes - prompt_pages * page_bytes
         pages = max(0, left // page_bytes)
-        # Each page, and 3/4 of one for the copies.
-        return dataclasses.replace(planned, pages=pages * 4 // 7 if copies else pages)
+        # Each page, and half of one for the copies.
+        return dataclasses.replace(planned, pages=pages * 2 // 3 if copies else pages)
 
     def plan(budget_bytes: int) -> Cache | None:
         def too_many(slots: int) -> bool:
@@ -171,5 +171,5 @@ def decode_sizes(cache: Cache, *, kernel: bool) -> list[tuple[int, int]]:
         most = min(cache.pages, 1 + cache.slots * (cache.pages_per_response - 1))
         for slots, pages in PARTS:
             rows, size = cache.padded(math.ceil(cache.slots * slots)), math.ceil(most * pages)
-            sizes.add((rows, size if size + 1 < cache.pages else cache.pages))
+            sizes.add((rows, size if size <= math.ceil(cache.pages / 2) else cache.pages))
     return sorted(sizes)

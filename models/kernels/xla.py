@@ -154,7 +154,10 @@ def combine(parts: Sequence[tiles.Sums], entry_BX, *, dtype):
     entry_BX = jnp.where(entry_BX < E, entry_BX, entry_BX[:, -1:])
     power_BXKG = jnp.where(has_BX11, power_EKG[entry_BX], MASKED)
     most_B1KG = jnp.max(power_BXKG, axis=1, keepdims=True)
-    scale_BXKG = tiles.power_of_two(power_BXKG - most_B1KG)
+    # A quotient, exact for all that is not 0, since a CPU computes other operations again for each
+    # of the H values that they scale.
+    less_BXKG = jnp.minimum(most_B1KG - power_BXKG, 127)
+    scale_BXKG = jnp.where(less_BXKG < 127, 1 / tiles.power_of_two(less_BXKG), 0.0)
 
     def with_next(total_BKGZ, piece):
         scale_BKG, entry_B = piece
