@@ -64,7 +64,7 @@ def test_table_1_adds_one_technique_a_row(name):
 
 
 def test_the_32b_config_builds_its_model_shardings_and_cache_without_devices():
-    """The cache is planned for responses of 20,480 tokens, 131,072 bytes each; a CPU copies half."""
+    """The cache is planned for responses of 20,480 tokens, 131,072 bytes each; CPUs copy half."""
     config = config_of("qwen2_5_32b")
     config.model.path, config.model.preset = "", "32b"
     config.mesh.model = 2

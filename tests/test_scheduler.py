@@ -147,6 +147,17 @@ def test_a_prompts_pages_are_shared_by_at_most_the_readers():
     assert not rows[row_N[plan.group_N == 1]]["prompt_pages"].any()
 
 
+@pytest.mark.parametrize("pages", [12, 60, 97, 200])
+def test_plain_xla_copies_half_of_the_pool_at_most_and_has_few_rows_for_few_slots(pages):
+    """The plan of the cache counts half; the last long responses paid for all slots' rows."""
+    cache = dataclasses.replace(CACHE, slots=32, pages=pages, rows=8, max_response_tokens=40)
+    sizes = decode_sizes(cache, kernel=False)
+    assert all(size == pages or size <= (pages + 1) // 2 for _, size in sizes)
+    rows, most = sizes[-1]
+    assert (rows, sizes[0][0]) == (32, 8)
+    assert most >= min(pages, 1 + 32 * 4)  # every slot's full pages; CACHE's have 8 tokens
+
+
 def test_admission_leaves_the_watermark_of_pages_free():
     """Each occupant keeps what it takes in two blocks: here one page each."""
     script = Script(dataclasses.replace(CACHE, slots=8, pages=11))
