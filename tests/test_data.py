@@ -245,7 +245,7 @@ def test_files_as_published(tmp_path, kind, row, answer):
 def test_rows_of_ones_own(tmp_path):
     """A field that is missing or null is named; what `make` refuses is a bad row like any other."""
     path = tmp_path / "d.csv"
-    path.write_text("country,capital\nPeru,Lima\nMali,\nPeru,Lima\nOman,?\nChad\n")
+    path.write_text("country,capital\nPeru,Lima\nMali,\nPeru,Lima\nOman,?\nChad\nx=1, y?,2\n")
 
     def make(row):
         if row["capital"] == "?":
@@ -254,8 +254,9 @@ def test_rows_of_ones_own(tmp_path):
 
     examples, report = read_rows(str(path), ["country", "capital"], make, on_bad_row="skip")
     assert [(e.text, e.answer, e.extra) for e in examples] == [("Peru", "Lima", {"n": 1})]
-    reasons = [note.partition("(from 0): ")[2] for note in report.notes[:3]]
+    *reasons, cut = [note.partition("(from 0): ")[2] for note in report.notes[:4]]
     assert reasons == ["the answer is empty", "nobody knows", "capital is null"]
+    assert cut.startswith("there is no column for '2'")  # an answer of "y?" was learned
     with pytest.raises(DataError, match="'town' is missing; there are 'country', 'capital'"):
         read_rows(str(path), ["town"], make)
 

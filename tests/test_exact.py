@@ -25,6 +25,7 @@ from engines import (
 from golden import directory
 
 from dapo_jax.logprobs import Softmax, chosen_logprobs, sampling_logits
+from dapo_jax.sampler.cache import PARTS
 from dapo_jax.sampler.sampling import sample_token
 from dapo_jax.sampler.scheduler import Scheduler
 from dapo_jax.sampler.session import LONG_ANSWER, Session, Stream
@@ -104,7 +105,7 @@ def drawn(number: int) -> tuple[str, str, dict, dict]:
         "mesh": (ONE, DATA, MODEL)[number % 3],
         "lora_rank": any_of(0, 0, 4),
         "cache": any_of(None, scarce),
-        "parts": any_of(((1, 1),), ((1, 1),), ((1 / 2, 1 / 2), (1, 1))),
+        "parts": any_of(((1, 1),), ((1, 1),), PARTS),
         "rollout": {
             **{"page_tokens": page, "block_tokens": block, "slot_tokens": any_of(1, limit)},
             **{"max_prompt_tokens": longest, "max_response_tokens": limit},
@@ -242,7 +243,7 @@ def test_wide_models_are_exact_with_few_slots(family, dtype, slots):
     }[family]
     with mock.patch.dict(presets, wide=sizes):
         model = {"compute_dtype": dtype, "preset": "wide"}
-        built = programs(family, "", mesh=ONE, model=model, cache={"slots": slots, "rows": 4})
+        built = programs(family, "", mesh=ONE, model=model, cache={"slots": slots})
     exact(built)
 
 

@@ -80,6 +80,14 @@ def test_an_error_of_ours_keeps_its_words_and_a_bug_its_traceback():
         assert not failures.is_explained(bug)
 
 
+@pytest.mark.parametrize(("place", "is_ours"), [("mine.py", False), ("dapo_jax/a.py", True)])
+def test_an_error_in_a_users_own_module_keeps_its_traceback(place, is_ours):
+    """In the clone's folder it was a line like ours, without the file, the row or the response."""
+    with pytest.raises(ValueError) as raised:
+        exec(compile("int('three')", failures.ROOT / place, "exec"))
+    assert failures.is_explained(raised.value) == is_ours
+
+
 def test_a_command_on_a_full_disk_ends_with_one_line_its_threads_too():
     program = """
 import threading

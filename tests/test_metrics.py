@@ -201,7 +201,11 @@ def test_a_metric_that_raises_or_is_no_number_is_refused_by_name(monkeypatch):
     """A step ended in a traceback that did not say which metric, step or setting it was."""
     step = _step()
     step.config.log.metrics = ("rloo:mine",)
-    for value, refusal in ((lambda _: "abc", "not a number: 'abc'"), (lambda _: 1 / 0, "by zero")):
+    for value, refusal in (
+        (lambda _: "abc", "not a number: 'abc'"),
+        (lambda _: np.ones(2), "not a number: array"),
+        (lambda _: 1 / 0, "by zero"),
+    ):
         monkeypatch.setattr("rloo.mine", value, raising=False)
         with pytest.raises(ValueError, match=rf"mine'? of step 12 .*{refusal}"):
             step_row(step)

@@ -257,7 +257,7 @@ def test_a_run_that_ended_early_is_not_the_end_of_its_arm():
         for seed, steps in enumerate(of_seed)
     }
     found = compare.markdown(runs, title="")
-    assert "Left out, not finished: b/seed_1 has 3 of 30 steps." in found
+    assert "Left out of the comparison, not finished: b/seed_1 has 3 of 30 steps." in found
     # No interval of [+0.0, +0.0], as if that were measured.
     assert "equal on each seed" in found
     # Folders of two configs are arms of their own: each as long as its config asks for.
@@ -265,6 +265,16 @@ def test_a_run_that_ended_early_is_not_the_end_of_its_arm():
     alone = {arm: _run(arm=arm, steps=n, num_steps=n) for arm, n in lengths.items()}
     assert "not finished" not in compare.markdown(alone, title="")
     assert compare.csv_text({"short": _run(num_steps=9)}).splitlines() == ["arm,seeds"]
+
+
+def test_runs_of_other_prompts_are_named():
+    """A sweep's data was edited between two arms: the table showed that as the arm's effect."""
+    runs = {f"{arm}/seed_{seed}": _run(arm=arm, seed=seed) for arm in "abc" for seed in (0, 1)}
+    for label, run in runs.items():
+        run.starts[0]["prompts"] = ["new" if label == "b/seed_1" else "old", label[-1]]
+    runs["c/seed_0"].starts = []  # of a file from before
+    assert compare.of_other_prompts(runs) == ["b/seed_1 than a/seed_1"]
+    assert "Trained on other prompts: b/seed_1 than a/seed_1." in compare.markdown(runs, title="")
 
 
 def test_a_fork_is_compared_with_its_parent_from_where_it_begins():

@@ -138,6 +138,13 @@ def test_arms_are_named_and_span_the_grid():
     assert plan.configs["qk+path=a_b"].learner.lora_targets == ("q", "k")
 
 
+@pytest.mark.parametrize("seeds", ["0", "a", "1,b", "-1", ""])
+def test_a_sweep_without_a_seed_is_refused(seeds):
+    """--seeds=0 ended well and had trained nothing."""
+    with pytest.raises(ValueError, match=f"--seeds={seeds}: give how many, as 5, or a list"):
+        _plan(seeds=seeds)
+
+
 def test_a_folder_takes_more_of_the_same_sweep_and_no_other(tmp_path):
     steps = {"num_steps": 3}
     plans.record(_plan(grid=["algo.eps_high=0.2"], common=steps), tmp_path)

@@ -342,7 +342,8 @@ def step_row(step: Step) -> dict[str, float]:
     row = {}
     for key, value in values.items():
         if value is not None:
-            row[key] = value.item() if isinstance(value, np.generic | np.ndarray) else value
+            is_numpys = isinstance(value, np.generic | np.ndarray) and value.size == 1
+            row[key] = value.item() if is_numpys else value
             if not isinstance(row[key], bool | int | float):
                 raise ValueError(f"metric {key!r} of step {step.step} is not a number: {value!r}")
     return row

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+OURS = ("configs", "dapo_jax", "experiments", "models", "sharding")
 RETRYABLE = 75  # exit status (EX_TEMPFAIL): no fault of the settings, the same command can go on
 LIMIT = 300  # characters of a library's message; tensorstore's are pages long
 AGAIN = "give the same command again"
@@ -133,10 +134,13 @@ def brief(error: BaseException) -> str:
 
 
 def raised_by_us(error: BaseException) -> bool:
-    """Returns whether our own check refused something: a library's error needs its traceback."""
+    """Returns whether our own check refused something: other errors need their traceback.
+
+    Other modules of the clone's folder are the user's.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     innermost = pathlib.Path(frames[-1].filename if frames else "")
-    return innermost.is_relative_to(ROOT) and "site-packages" not in innermost.parts
+    return any(innermost.is_relative_to(ROOT / name) for name in OURS)
 
 
 def quiet_threads() -> None:

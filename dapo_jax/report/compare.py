@@ -157,7 +157,7 @@ def differences(values: pd.DataFrame, pairs: Sequence[tuple[str, str]]) -> list[
 
 
 def tables(runs: Mapping[str, Run], *, baseline: str = "") -> tuple[list[Table], list[str]]:
-    """(tables of the complete runs, why each other run is left out).
+    """(tables of the complete runs, notes on what is compared).
 
     The tables are the arms' means and, of several arms, the differences from the baseline ("": the
     first arm). Raises ValueError for a baseline that is none of the arms.
@@ -165,10 +165,23 @@ def tables(runs: Mapping[str, Run], *, baseline: str = "") -> tuple[list[Table],
     arms, (kept, short) = arms_of(runs), complete(runs)
     if (baseline := baseline or arms[0]) not in arms:
         raise ValueError(f"no arm is called {baseline!r}; there are {', '.join(arms)}")
+    notes = [f"Left out of the comparison, not finished: {'; '.join(short)}."] * bool(short)
+    if others := of_other_prompts(kept):
+        notes.append(f"Trained on other prompts: {'; '.join(others)}.")
     if not kept:
-        return [], short
+        return [], notes
     values, pairs = compared(kept), [(arm, baseline) for arm in arms if arm != baseline]
-    return [means(values, kept), *differences(values, pairs)], short
+    return [means(values, kept), *differences(values, pairs)], notes
+
+
+def of_other_prompts(runs: Mapping[str, Run]) -> list[str]:
+    """Names the runs whose prompts differ from those of the first run with the same seed."""
+    first, others = {}, []
+    for label, run in runs.items():
+        if prompts := run.starts and run.starts[-1].get("prompts"):
+            than, same = first.setdefault(run.seed, (label, prompts))
+            others += [f"{label} than {than}"] * (prompts != same)
+    return others
 
 
 def csv_text(runs: Mapping[str, Run]) -> str:
@@ -207,9 +220,9 @@ def compared(runs: Mapping[str, Run]) -> pd.DataFrame:
 
 def markdown(runs: Mapping[str, Run], *, baseline: str = "", title: str) -> str:
     """Returns `tables` as Markdown."""
-    parts, short = tables(runs, baseline=baseline)
-    left_out = [f"Left out, not finished: {'; '.join(short)}.", ""] * bool(short)
-    return "\n".join([f"# {title}", "", *left_out, *lines_of(parts), METHOD, ""])
+    parts, notes = tables(runs, baseline=baseline)
+    lines = [line for note in notes for line in (note, "")]
+    return "\n".join([f"# {title}", "", *lines, *lines_of(parts), METHOD, ""])
 
 
 def lines_of(tables: Sequence[Table]) -> list[str]:

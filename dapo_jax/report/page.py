@@ -23,12 +23,12 @@ SHOWN_CHARS = 1_500  # of a problem and of a response
 
 def render(runs: Mapping[str, Run], *, pictures: Sequence[bytes] = (), baseline: str = "") -> str:
     """Renders the page of runs by label, with PNG files; all text in it is escaped."""
-    tables, short = compare.tables(runs, baseline=baseline)
+    tables, notes = compare.tables(runs, baseline=baseline)
     text = pathlib.Path(__file__).with_name("page.html.j2").read_text()
     template = jinja2.Template(text, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     return template.render(
         title=plots.titled(runs),
-        short=short,
+        notes=notes,
         compared=tables if len(runs) > 1 else [],
         method=compare.METHOD,
         summaries={label: summary_lines(run) for label, run in runs.items()},

@@ -4,8 +4,9 @@ Row s of metrics.jsonl describes responses of the policy after s finished steps,
 the policy after n: both share the axis "finished rollout steps".
 
 A line of rows.jsonl.gz is a run: {"arm", "seed", "config": {dotted key: value}, "starts": [time,
-commit, changed, versions and devices of each start], "evaluations": {set: {score: {finished steps:
-value}}}, "metrics": {key: [value a row, null where missing]}}. 100 steps take about 10 kB.
+commit, changed, versions, devices and digests of prompts of each start], "evaluations": {set:
+{score: {finished steps: value}}}, "metrics": {key: [value a row, null where missing]}}. 100 steps
+take about 10 kB.
 """
 
 import collections
@@ -25,7 +26,7 @@ TOKENS = "sampled_tokens_total"  # of a row
 # The times of one machine are left out of a file, but not the quantities of its schedule.
 LEFT_OUT = ("engine/", "seconds_in_rollout/")
 KEPT = ("engine/decode_steps", "engine/drawn_tokens", "engine/occupancy")
-OF_A_START = ("time", "commit", "changed", "versions", "devices")  # not of the machine
+OF_A_START = ("time", "commit", "changed", "versions", "devices", "prompts")  # not of the machine
 
 
 @dataclasses.dataclass(eq=False)

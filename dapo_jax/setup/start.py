@@ -227,7 +227,11 @@ def open_run(
         first_step=step,
         begin_step=begin_step,
         last_row=progress.row,
-        about={"origin": origin, **hub.record()},
+        about={
+            "origin": origin,
+            "prompts": [it["digest"] for it in own.fingerprint["data"].values()],
+            **hub.record(),
+        },
     )
     say = stack.enter_context(record).display
     snapshots.say = say.line

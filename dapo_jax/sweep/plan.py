@@ -96,10 +96,11 @@ def make(
     name.
     """
     parts = seeds.removesuffix(",").split(",")
-    if not all(part.strip().isdecimal() for part in parts):
-        raise ValueError(f"--seeds={seeds}: give how many, as 5, or a list, as 0,3,7")
-    numbers = tuple(dict.fromkeys(map(int, parts) if "," in seeds else range(int(seeds))))
-    plan = Plan(config, settings, start, _arms(config, grid, named), numbers)
+    are_numbers = all(part.strip().isdecimal() for part in parts)
+    numbers = are_numbers and dict.fromkeys(map(int, parts) if "," in seeds else range(int(seeds)))
+    if not numbers:
+        raise ValueError(f"--seeds={seeds}: give how many, as 5, or a list, as 0,3,7 or 0,")
+    plan = Plan(config, settings, start, _arms(config, grid, named), tuple(numbers))
     if any("seed" in it for it in (settings, *plan.arms.values())):
         raise ValueError("the config's seed is the sweep's: give --seeds=5, or --seeds=0,3,7")
     for arm, own in plan.arms.items():

@@ -89,6 +89,11 @@ def read_rows(
                 with rows.reading(row):
                     record = parsed(record) if isinstance(record, bytes) else record
                     record = typed(record, dict, "the row")
+                    if cells := record.get(None):  # csv's name of what has no column
+                        raise ValueError(
+                            f"there is no column for {cells[0]!r:.50}; a text with commas or line "
+                            "breaks stands in quotes"
+                        )
                     for name in fields:
                         typed(field(record, name), object, name)
                     messages, answer, *extra = make(record)
