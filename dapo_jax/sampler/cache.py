@@ -116,8 +116,9 @@ def plan_cache(
     token_bytes: of one token's keys and values on the device. There is a slot for every
     `slot_tokens` response tokens of cache: longer responses take pages that shorter ones leave.
     The keys and values of the block being decoded count too, and (copies) what plain XLA attends
-    to: each slot's open page, and pages of the pool, half of it at most. Raises ValueError where
-    one request of the greatest length would not fit.
+    to: each slot's open page, and pages of the pool, half of it at most. Not counted are a CPU's
+    float32 copies of bfloat16 pages, and those that windows see. Raises ValueError where one
+    request of the greatest length would not fit.
     """
     page_bytes = token_bytes * limits.page_tokens
     # Every occupied slot has a page to itself, and admission keeps pages free for growth.
