@@ -45,7 +45,8 @@ def train(config, workdir: pathlib.Path, parent=None, profile: int | None = None
         run, state, progress = start.open_run(config, workdir, parent, stack)
         if profile is not None and profile < run.step:
             raise ValueError(f"--profile={profile}: that step is done; the next is {run.step}")
-        # A fork that begins between two evaluations, or a run whose num_steps was lowered to here.
+        # Not evaluated yet: a fork's start between two evaluations, and the last policy of a run
+        # whose num_steps was lowered to the steps that it has.
         begins = run.step == run.begin_step and not run.evaluates_in(run.step)
         result = workdir / "eval" / f"{run.step}.json"
         is_due = run.sets and (begins or run.step == config.num_steps)
@@ -181,7 +182,8 @@ def finish(
     1. A state that is not finite ends the run. The row of metrics is made, once, with the digests
        of the state and of the responses' file, and the alarms look at it.
     2. Where a run may resume, the session of partial rollouts is closed: checkpoints have no keys
-       and values. A policy that no later step samples is evaluated.
+       and values. A policy that no later step samples with, a stopped run's too, is evaluated
+       by itself if it is due.
     3. The previous snapshot is saved if its policy is the best so far. Where a run may resume, a
        snapshot of state and progress, this row in it, is taken, and saved if it is due; the last
        step waits for its save, so that a run with its last row has its last checkpoint.
