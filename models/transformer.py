@@ -33,7 +33,16 @@ from models.parameters import (
     norm,
     normal,
 )
-from models.precision import WHOLE, Weights, einsum, lookup, low_rank_product, product, rounded
+from models.precision import (
+    WHOLE,
+    Weights,
+    einsum,
+    lookup,
+    low_rank_product,
+    product,
+    rounded,
+    unfused,
+)
 
 # What a layer keeps for the backward pass beside its input; the rest is computed again (Chen et al.
 # 2016, arXiv 1604.06174). The products are those with weight matrices of which something comes
@@ -63,7 +72,8 @@ REMAT = {
 
 def rms_norm(x, scale, *, eps):
     """Divides by the root mean square of the last axis (arXiv 1910.07467) and scales; float32."""
-    return scale * (x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps))
+    mean_square = jnp.mean(unfused(x * x), axis=-1, keepdims=True)
+    return scale * (x * jax.lax.rsqrt(mean_square + eps))
 
 
 def rotation(position_BT, kind: LayerKind, *, head_dim: int):

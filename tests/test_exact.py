@@ -35,6 +35,7 @@ from models.kernels import OPTIONS, tiles
 from models.kernels.xla import combine
 from models.qwen2 import Qwen2Config
 from models.qwen3_moe import Qwen3MoeConfig
+from models.transformer import rms_norm
 from sharding.mesh import make_mesh
 
 ONE, DATA, MODEL = ({"data": d, "model": m} for d, m in ((1, 1), (2, 1), (1, 2)))
@@ -276,6 +277,17 @@ def test_a_tiles_power_is_of_its_largest_key_wherever_it_is(keys):
     seen = np.ones((1, keys), bool)
     power_M1 = tiles.tile(jnp.ones((keys, 1, 1)), k_MHC, jnp.zeros((keys, 1)), seen).power
     np.testing.assert_array_equal(power_M1, np.full((keys, 1), 9.0))
+
+
+def test_a_norm_is_exact_in_rows_of_any_shape():
+    """With heads of 8 and pages of 5 tokens a prompt's keys had other last bits in the cache.
+
+    There the squares were rounded before they were added up, elsewhere they were not.
+    """
+    x_MH = jax.random.normal(jax.random.key(0), (40, 8))
+    norm = functools.partial(rms_norm, scale=jnp.ones(8), eps=1e-6)
+    norm = jax.jit(norm, compiler_options=OPTIONS["cpu"])
+    np.testing.assert_array_equal(norm(x_MH.reshape(8, 5, 1, 8)).reshape(40, 8), norm(x_MH))
 
 
 def test_a_program_does_not_grow_with_the_pages_that_are_added_up():
