@@ -168,6 +168,7 @@ def test_a_file_of_another_format_is_never_skipped(lines):
     for name, content, message in (
         ("d.parquet", b'{"prompt": "a"}', r"d\.parquet is no readable parquet file.*kind"),
         ("d.csv", latin, r"d\.csv is no readable CSV file"),
+        ("d.csv", b"prompt,answer,answer\na,1,2", "two columns 'answer'"),
     ):
         with pytest.raises(DataError, match=message):
             read(lines(content, name=name), on_bad_row="skip")
@@ -230,6 +231,7 @@ PUBLISHED = {
     "a list as text": ("math", P | {"answer": r'["\\frac{1}{2}"]'}, FRACTION),
     "a list by Python": ("math", P | {"answer": r"['\sqrt 2']"}, r"\sqrt 2"),
     "an interval": ("math", P | {"answer": "[1, 2]"}, "[1, 2]"),
+    "of one's own": ("parquet", {"prompt": "q", "answer": 7}, "7"),
     "no braces": ("math_solutions", P | {"solution": rf"$\boxed {FRACTION}$."}, FRACTION),
 }
 

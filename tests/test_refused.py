@@ -50,6 +50,16 @@ def task(settings):
     task_of(**settings).load()
 
 
+class Blind:
+    """A task whose grade does not take the example."""
+
+    def load(self):
+        return ()
+
+    def grade(self, response):
+        raise NotImplementedError
+
+
 def beginning(settings):
     start.check(config_with(settings))
 
@@ -124,6 +134,7 @@ REFUSED = [
     (task, {"task": "nowhere.x:Y"}, "which cannot be imported .in the working directory or on PY"),
     (task, {"task": "countdown:Count"}, "cannot be imported .*no attribute 'Count'"),
     (task, {"task": "countdown:ANSWER"}, "'countdown:ANSWER', which has no method load, grade"),
+    (task, {"task": f"{__name__}:Blind"}, r"as grade\(response, example\): too many positional"),
     (task, {"task": "reasoning_gym"}, r"missing a required.*: 'name' \(data.train.args\)"),
     (task, {"task": COUNTDOWN, "args": {"number": 4}}, r"'number' .*; it takes \(count: int, "),
     (task, {"kind": "arithmetic", "path": "sums.csv"}, "= 'sums.csv', but .* takes no path"),
@@ -138,6 +149,7 @@ REFUSED = [
     (sweep, {"grid": ["algo.eps_high=-1"]}, "arm 'eps_high=-1': .* = -1.0, but must be"),
     (sweep, {"grid": ["preset=dapo,naive_gpro"]}, "arm 'naive_gpro': .*did you mean 'naive_grpo'"),
     (sweep, {"grid": UNREAD}, "none.eps_high=0.2' and .*=0.3' are equal: .*= clip or cispo"),
+    (sweep, {"grid": ["algo.eps_high=0.2,0.20"]}, "'eps_high=0.20' are equal: no key differs"),
     (sweep, {"grid": TWICE}, "have algo.eps_high twice"),
     (sweep, {"grid": ["seed=1,2"]}, "give --seeds=5"),
     (sweep, {"named": ["a: num_steps=2", "a: num_steps=3"]}, "'a' cannot name .* or two arms"),

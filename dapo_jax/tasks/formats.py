@@ -65,7 +65,11 @@ def _json(path: str, opened: BinaryIO, fields: Sequence[str]) -> Records:
 def _csv(path: str, opened: BinaryIO, fields: Sequence[str]) -> Records:
     text = io.TextIOWrapper(opened, encoding="utf-8-sig", newline="")
     try:
-        yield from enumerate(csv.DictReader(text, strict=True))
+        rows = csv.DictReader(text, strict=True)
+        names = [name for name in rows.fieldnames or () if name]
+        if twice := next((name for name in names if names.count(name) > 1), ""):
+            raise csv.Error(f"it has two columns {twice!r}")
+        yield from enumerate(rows)
     except (csv.Error, UnicodeDecodeError) as error:
         raise DataError(
             f"{path} is no readable CSV file in UTF-8: {error} (path, kind)."

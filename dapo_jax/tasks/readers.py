@@ -43,7 +43,7 @@ KINDS = {
     "math": Kind("problem"),  # MATH-500, AIME and AMC
     "math_solutions": Kind("problem", "solution", BOX),  # MATH, Minerva
     "olympiad_bench": Kind("question", "final_answer"),
-    **dict.fromkeys(("jsonl", "json", "csv"), Kind()),
+    **dict.fromkeys(("jsonl", "json", "csv", "parquet"), Kind()),
 }
 _LEADING_ZEROS = re.compile(r"^([+-]?)0+(?=[0-9]+$)")
 _TEXT_LIST = re.compile(r"""\s*\[\s*["'].*["']\s*\]\s*""")
