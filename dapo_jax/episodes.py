@@ -84,7 +84,7 @@ class Environments:
         # The turns of all processes without answers yet; None: another one answers.
         self._asked: dict[Where, concurrent.futures.Future | None] = {}
 
-    def plays(self, prompt: Prompt) -> bool:
+    def is_episode(self, prompt: Prompt) -> bool:
         """Returns whether a prompt's data set has an environment."""
         return prompt.key in self._factories
 

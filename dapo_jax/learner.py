@@ -23,7 +23,7 @@ from dapo_jax.packing import into_micro_batches, pack, plan_update
 from dapo_jax.process import hosts
 from dapo_jax.types import Batch, Group, Rollouts
 from models.kernels import Kernels
-from models.lora import Lora, adapted, beside
+from models.lora import Lora, factored, merged
 from models.parameters import param_axes
 from models.precision import Weights, products_in
 from models.transformer import Execution
@@ -142,7 +142,7 @@ def policy_weights(params, start_weights, settings: UpdateSettings):
     if settings.lora is None:
         return optax.tree.cast(params, settings.compute_dtype)
     with products_in("float32"):
-        layers = adapted(start_weights["layers"], params["layers"], scale=settings.lora.scale)
+        layers = merged(start_weights["layers"], params["layers"], scale=settings.lora.scale)
     return start_weights | {"layers": layers}
 
 
@@ -150,7 +150,7 @@ def sampled_weights(params, start_weights, settings: UpdateSettings):
     """Makes the weights that the sampler computes with: the policy's, or LoRA's factors beside."""
     if settings.lora is None or settings.compute_dtype == "float32":
         return policy_weights(params, start_weights, settings)
-    layers = beside(start_weights["layers"], params["layers"], scale=settings.lora.scale)
+    layers = factored(start_weights["layers"], params["layers"], scale=settings.lora.scale)
     return start_weights | {"layers": optax.tree.cast(layers, settings.compute_dtype)}
 
 
@@ -246,7 +246,7 @@ def abstract_batch(settings: UpdateSettings, row_tokens: int, mesh) -> Batch:
 def execution_of(settings: UpdateSettings, mesh, tokens: int) -> Execution:
     """Returns how the learner computes the model on rows of so many tokens."""
     dtype, kernels, lora = settings.compute_dtype, settings.kernels, settings.lora
-    adapt = adapted if dtype == "float32" else beside
+    adapt = merged if dtype == "float32" else factored
     return Execution(
         project=kernels.learn_product,
         weights=Weights(

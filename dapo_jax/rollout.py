@@ -55,7 +55,7 @@ def collect(
     cursor: int,
     partial: Sequence[Group] = (),
     *,
-    expected_share: float,
+    informative_share: float,
     report: Callable[[str], None],
     on_other_groups: Callable[[Sequence[Group]], None] = lambda finished: None,
 ) -> Rollouts:
@@ -67,13 +67,13 @@ def collect(
     or none. Groups of other streams, submitted before, are sampled in order, and stay unfinished
     when training has its groups.
 
-    partial: the groups of the step before that go on. expected_share: of informative groups,
+    partial: the groups of the step before that go on. informative_share: of informative groups,
     `PromptOrder`'s prior and all that `CompletionOrder` knows. on_other_groups: takes other
     streams' finished groups.
     """
     by_completion = plan.partial_rollout_steps > 0
     submit = functools.partial(session.submit, group_size=plan.group_size)
-    share = expected_share if plan.dynamic_sampling else 1.0
+    share = informative_share if plan.dynamic_sampling else 1.0
     order_of = CompletionOrder if by_completion else PromptOrder
     order = order_of(session, cursor, plan, partial, share)
     ended, under_way = [], set(session.unfinished)
@@ -121,7 +121,7 @@ class PromptOrder:
     fall idle, as many as the share of informative groups so far lets expect to be needed: that
     depends on groups of other streams, and which groups are kept does not.
 
-    expected_share: as of `collect`. groups: the graded ones by cursor; they finish in any order.
+    informative_share: as of `collect`. groups: the graded ones by cursor; they finish in any order.
     usable: the cursors of those that can be kept, ascending.
     """
 
@@ -129,7 +129,7 @@ class PromptOrder:
     cursor: int
     plan: StepPlan
     partial: Sequence[Group]
-    expected_share: float
+    informative_share: float
     issued: int = 0
     groups: dict[int, Group] = dataclasses.field(default_factory=dict)
     usable: list[int] = dataclasses.field(default_factory=list)
@@ -170,12 +170,13 @@ class PromptOrder:
     def wants_more(self) -> bool:
         """Returns whether prompts would be issued if there were idle slots.
 
-        The share of informative groups is that of the groups in order: those that finished early
-        may be of another kind. The share that was expected counts like a quarter of the step. One
-        standard deviation fewer are expected of those under way.
+        That is so until the groups that can be kept, and those under way that are expected to be
+        informative, less one standard deviation, are a step's. Their share is that of the groups up
+        to the first ungraded one: what finished early behind it may be of another kind.
+        `informative_share` counts like num_prompts / 4 groups more.
         """
         plan, end, prior_groups = self.plan, self.graded_end, self.plan.num_prompts / 4
-        share = bisect.bisect_left(self.usable, end) + self.expected_share * prior_groups
+        share = bisect.bisect_left(self.usable, end) + self.informative_share * prior_groups
         share /= end - self.cursor + prior_groups
         under_way = self.issued - len(self.groups)
         spread = math.sqrt(under_way * share * (1 - share))
@@ -195,11 +196,11 @@ class CompletionOrder(PromptOrder):
     2509.18521). A response may have tokens of several policies, each with the log-probability at
     which it was sampled, so that every ratio (Eq. 8) is to the policy that sampled the token.
 
-    The complete groups that come first in prompt order are kept; other informative ones go on,
-    complete as they are. A step ends once the groups that are `due`, as old as a group may be, are
-    complete; those of them that it has no use for are discarded. So that few are, prompts are
-    issued for the groups of at most 1 + partial_rollout_steps steps, by the expected share. A step
-    that finds nothing partial waits for the first groups in prompt order, as `PromptOrder` does:
+    Of the complete informative groups the first in prompt order are kept. The others go on, and are
+    there for the next step. A step ends once there are enough and those that are `due`, as old as a
+    group may be, are complete. A due group that is not kept is discarded; so that few are, prompts
+    are issued for the groups of at most 1 + partial_rollout_steps steps, by `informative_share`. A
+    step that takes up no group waits for the first ones in prompt order, as `PromptOrder` does:
     those that are complete first are the short ones.
     """
 
@@ -231,7 +232,7 @@ class CompletionOrder(PromptOrder):
         """Returns whether prompts would be issued if there were idle slots."""
         plan = self.plan
         unknown = len(self.partial) + self.issued - len(self.groups)
-        expected = len(self.usable) + self.expected_share * unknown
+        expected = len(self.usable) + self.informative_share * unknown
         most_groups = plan.num_prompts * (1 + plan.partial_rollout_steps)
         return self.issued < plan.max_prompts and expected < most_groups
 
@@ -244,10 +245,10 @@ class CompletionOrder(PromptOrder):
         return sampled, next_cursor, sorted(go_on, key=operator.attrgetter("cursor"))
 
 
-def continued(plan: StepPlan, cursor: int, partial: Sequence[Group]) -> tuple[int, Sequence[Group]]:
-    """Returns (next cursor, partial groups).
+def taken_up(plan: StepPlan, cursor: int, partial: Sequence[Group]) -> tuple[int, Sequence[Group]]:
+    """Returns what a step goes on with: (next cursor, partial groups).
 
-    Where a fork's config cannot go on with these: (the lowest of their cursors, none).
+    Where a fork's config cannot take these up: (the lowest of their cursors, none).
     """
     fit = all(
         len(group.responses) == plan.group_size

@@ -103,10 +103,11 @@ def sample(run: start.Run, step: int, state, progress: Progress, session, watch)
     else:
         session = run.session(weights, *run.streams)
     del weights
-    expected_share = min(1.0, r.num_prompts / r.generation_prompts)
+    # Of the groups to come; without a step before, by the sizes of the config.
+    informative_share = min(1.0, r.num_prompts / r.generation_prompts)
     if last := progress.row:
-        expected_share = last["groups/informative"] / last["groups/sampled"]
-    cursor, partial = rollout.continued(run.step_plan, progress.cursor, progress.partial)
+        informative_share = last["groups/informative"] / last["groups/sampled"]
+    cursor, partial = rollout.taken_up(run.step_plan, progress.cursor, progress.partial)
     with Evaluation(session, is_due=run.evaluates_in(step)) as evaluation:
         with watch("rollout"):
             rollouts = rollout.collect(
@@ -114,7 +115,7 @@ def sample(run: start.Run, step: int, state, progress: Progress, session, watch)
                 run.step_plan,
                 cursor,
                 partial,
-                expected_share=expected_share,
+                informative_share=informative_share,
                 report=run.record.display.phase,
                 on_other_groups=evaluation.take,
             )
@@ -192,7 +193,7 @@ def finish(
     config, step, rollouts = run.config, done.step, done.rollouts
     alarms.require_finite_state(state, step)
     with watch("save"):
-        arrays = digests.described(state)
+        arrays = digests.of_arrays(state)
         digested = run.record.digests(arrays)
 
     tokens = progress.sampled_tokens_total + rollouts.stats.sampled_tokens
@@ -203,14 +204,14 @@ def finish(
     row = metrics.step_row(done) | digested
     stop_message = run.alarms.look(row, done, before=progress.row or {})
 
-    ends = step + 1 == config.num_steps
-    resumable = ends or bool(stop_message) or run.may_resume_at(step + 1)
+    is_last = step + 1 == config.num_steps
+    resumable = is_last or bool(stop_message) or run.may_resume_at(step + 1)
     if session and resumable:
         session.close()
         session = None
 
     evaluated = {step: done.evaluation}
-    if run.sets and (ends or (stop_message and run.evaluates_in(step + 1))):
+    if run.sets and (is_last or (stop_message and run.evaluates_in(step + 1))):
         evaluated[step + 1] = evaluate_alone(run, state, step + 1)
 
     scores = with_scores(progress.scores, evaluated, run)
@@ -218,7 +219,7 @@ def finish(
         run.snapshots.keep(step)  # the policy that this step has sampled and evaluated
     progress = Progress(rollouts.cursor, tokens, row, rollouts.partial, scores)
     if resumable:
-        run.snapshots.take(step + 1, state, progress, arrays, force=ends or bool(stop_message))
+        run.snapshots.take(step + 1, state, progress, arrays, force=is_last or bool(stop_message))
 
     run.record.step(row, rollouts, done.reward_PG)
     return state, progress, session, stop_message

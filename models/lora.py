@@ -59,13 +59,13 @@ def init_adapters(config: ModelConfig, lora: Lora, *, key) -> dict[str, Any]:
     return {"layers": adapters}
 
 
-def beside(layer: dict[str, Any], adapters: dict[str, Any], *, scale: float) -> dict[str, Any]:
+def factored(layer: dict[str, Any], adapters: dict[str, Any], *, scale: float) -> dict[str, Any]:
     """Adds A and scale * B to a layer's or stacked parameters, and leaves every W as it is."""
     factor = {name: scale if name.rpartition("_")[2][0] == "R" else 1.0 for name in adapters}
     return layer | {name: factor[name] * array for name, array in adapters.items()}
 
 
-def adapted(layer: dict[str, Any], adapters: dict[str, Any], *, scale: float) -> dict[str, Any]:
+def merged(layer: dict[str, Any], adapters: dict[str, Any], *, scale: float) -> dict[str, Any]:
     """Replaces every W that has factors by W + scale * A B, in a layer's or stacked parameters.
 
     The sum is float32; who multiplies by it rounds it once, and its gradient is float32.

@@ -223,7 +223,7 @@ class Scripted:
     def __init__(self, delay=lambda: 0.0, *, more=0):
         self.delay, self.more, self.ready = delay, more, []
 
-    def plays(self, prompt):
+    def is_episode(self, prompt):
         return True
 
     def close(self, number=None):

@@ -91,7 +91,7 @@ def main(folder: str, phase: str) -> None:
                 last(phase, mesh)
             state, last_one = step_of(state), step + 1 == STEPS
             of_step = (step + 1, {"a": state}, Progress(cursor=step + 1))
-            snapshots.take(*of_step, digests.described({"a": state}), force=last_one)
+            snapshots.take(*of_step, digests.of_arrays({"a": state}), force=last_one)
             hosts.gather(step)
     print(f"all steps are done: {hosts.fetch(state).tolist()}", flush=True)
 

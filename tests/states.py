@@ -79,4 +79,4 @@ def snapshots(folder, *, every_steps: int, of=Checkpoints) -> Snapshots:
 
 def take(run: Snapshots, step: int, state, *, cursor: int = 0, force: bool = False) -> None:
     """Takes a snapshot of a state, as a finished step does."""
-    run.take(step, state, Progress(cursor=cursor), digests.described(state), force=force)
+    run.take(step, state, Progress(cursor=cursor), digests.of_arrays(state), force=force)

@@ -261,7 +261,7 @@ ARRAYS = [
 
 
 def digest_of(array) -> str:
-    return digests.described({"a": jnp.asarray(array)})["a"][1]
+    return digests.of_arrays({"a": jnp.asarray(array)})["a"][1]
 
 
 def test_digests_are_what_they_were_the_same_on_any_mesh_and_see_what_is_exchanged():

@@ -24,13 +24,13 @@ from dapo_jax.setup import components, policy
 from dapo_jax.tasks.datasets import Mixture
 from models import hf
 from models.kernels.packed import packed_attention
-from models.lora import MATRICES, Lora, adapted, beside, factors, init_adapters
+from models.lora import MATRICES, Lora, factored, factors, init_adapters, merged
 from models.precision import Weights
 from models.transformer import Execution, abstract_params, hidden_layer_by_layer, unstack
 from sharding.mesh import make_mesh
 
 LORA = Lora(rank=3, alpha=6.0, targets=tuple(MATRICES))
-add = jit(adapted, static_argnames="scale")
+add = jit(merged, static_argnames="scale")
 
 
 @functools.cache
@@ -126,7 +126,7 @@ def hidden_states(params, adapters, *, dtype, by_sampler):
             attends = [lambda *qkv: (attend(*qkv), None)] * SMALL.num_layers
             part = hidden_layer_by_layer(weights, SMALL, tokens_BT, position_BT, attends, axis=None)
             return part[0].astype(jnp.float32)
-        adapt = functools.partial(adapted if dtype == "float32" else beside, scale=LORA.scale)
+        adapt = functools.partial(merged if dtype == "float32" else factored, scale=LORA.scale)
         model = nnx.merge(abstract_params(SMALL)[0], start)
         execution, layers = Execution(weights=Weights(dtype=dtype), adapt=adapt), adapters["layers"]
         x_BTD, _ = model.hidden(tokens_BT, position_BT, attend, execution, adapters=layers)

@@ -15,7 +15,7 @@ from engines import RUN_KEY, SAMPLING
 
 from dapo_jax.grading import Grading
 from dapo_jax.logs import metrics
-from dapo_jax.rollout import StepPlan, collect, continued
+from dapo_jax.rollout import StepPlan, collect, taken_up
 from dapo_jax.sampler.cache import Cache, decode_sizes
 from dapo_jax.sampler.session import Session, Stream
 from dapo_jax.types import Example, Group, Prompt, Response, Rollouts, Status, Verdict
@@ -172,7 +172,7 @@ def run(
     *,
     slots=8,
     block_tokens=4,
-    expected_share=0.5,
+    informative_share=0.5,
     max_prompts=None,
     session=None,
     report=lambda message: None,
@@ -182,8 +182,8 @@ def run(
     """Runs `collect` over a script; the cap, unless given, is the script's end."""
     session = session or ScriptedSession(script, slots=slots, block_tokens=block_tokens)
     plan = plan_of(script, max_prompts=max_prompts or len(script.correct_PG) - cursor, **rules)
-    how = {"expected_share": expected_share, "report": report, "on_other_groups": on_other_groups}
-    return collect(session, plan, cursor, **how)
+    how = {"report": report, "on_other_groups": on_other_groups}
+    return collect(session, plan, cursor, informative_share=informative_share, **how)
 
 
 def cursors(rollouts: Rollouts) -> list[int]:
@@ -268,7 +268,7 @@ def test_a_step_waits_for_the_groups_before_the_last_one_kept_and_cancels_those_
     """Group 0 is slow and not informative; group 3 is slower still, and not needed."""
     slow = script([0, 2, 2, 2, 2], length_tokens=np.array([40, 2, 2, 99, 2]))
     session = ScriptedSession(slow, slots=5 * G, block_tokens=4)
-    rollouts = run(slow, num_prompts=2, expected_share=0.1, session=session)
+    rollouts = run(slow, num_prompts=2, informative_share=0.1, session=session)
     assert rollouts.kept.tolist() == [1, 2]
     assert cursors(rollouts) == [0, 1, 2]
     assert (rollouts.cursor, rollouts.issued) == (3, 5)
@@ -330,14 +330,14 @@ def test_an_error_in_the_grader_surfaces_at_once():
     assert len(steps(session)) <= 4
 
 
-@pytest.mark.parametrize("expected_share", [0.1, 0.4, 1.0])
-def test_little_more_is_issued_than_needed_whatever_was_expected(expected_share):
+@pytest.mark.parametrize("informative_share", [0.1, 0.4, 1.0])
+def test_little_more_is_issued_than_needed_whatever_was_expected(informative_share):
     """A share of 0.4 is informative. Slots hold two thirds of what is needed."""
     issued, sampled, blocks = [], [], []
     for seed in range(20):
         scripted = script(2 * (np.random.default_rng(seed).random(400) < 0.4))
         session = ScriptedSession(scripted, slots=40 * G, block_tokens=4)
-        how = {"num_prompts": 24, "expected_share": expected_share}
+        how = {"num_prompts": 24, "informative_share": informative_share}
         rollouts = run(scripted, session=session, **how)
         issued.append(rollouts.issued)
         sampled.append(len(rollouts.sampled))
@@ -382,7 +382,7 @@ def steps_of(script, *, count, every_steps=1, num_prompts=4, max_prompts=400, **
             session.resume()
         else:
             session = ScriptedSession(script, slots=16, block_tokens=2)
-        how = {"expected_share": 0.5, "report": lambda text: None}
+        how = {"informative_share": 0.5, "report": lambda text: None}
         rollouts = collect(session, plan, cursor, partial, **how)
         found.append((session.calls, partial, rollouts))
         cursor, partial = rollouts.cursor, rollouts.partial
@@ -436,7 +436,7 @@ def test_a_fork_takes_over_only_what_its_own_config_could_have_sampled():
     partial = [Group(3, None, (cut, ended, begun, no_room))]
     sizes = {"group_size": 4, "num_prompts": 1, "max_prompts": 1, "max_tokens": 9}
     plan = StepPlan(prompt_at, None, **sizes, partial_rollout_steps=1)
-    assert continued(plan, 7, partial) == (7, partial)
+    assert taken_up(plan, 7, partial) == (7, partial)
     others = [{"group_size": 3}, {"group_size": 5}, {"max_tokens": 8}, {"max_tokens": 10}]
     for other in (*others, {"partial_rollout_steps": 0}):
-        assert continued(dataclasses.replace(plan, **other), 7, partial) == (3, ())
+        assert taken_up(dataclasses.replace(plan, **other), 7, partial) == (3, ())

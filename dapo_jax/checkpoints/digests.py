@@ -17,7 +17,7 @@ from dapo_jax.process import hosts
 Part = tuple[tuple[int, ...], int]
 
 
-def described(state) -> dict:
+def of_arrays(state) -> dict:
     """Lists (dtype and shape, digest) of every array, by name; all processes call it."""
     mine = {name: sum(it for _, it in parts) for name, parts in parts_of(state).items()}
     everyone = hosts.gather(mine)

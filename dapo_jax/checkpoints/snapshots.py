@@ -42,7 +42,7 @@ class Snapshot:
     """The content of a checkpoint.
 
     step: the number of finished steps. arrays: the description of each array of the state
-    (`digests.described`), of all processes.
+    (`digests.of_arrays`), of all processes.
     """
 
     step: int

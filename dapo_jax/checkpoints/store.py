@@ -88,7 +88,7 @@ class Checkpoints:
     def save(self, step: int, state: Any, progress: dict, arrays: Mapping | None = None) -> bool:
         """Saves, if there is no checkpoint of this step yet; returns whether it was needed.
 
-        arrays: `digests.described` of the state; None: computed here, which waits for the devices.
+        arrays: `digests.of_arrays` of the state; None: computed here, which waits for the devices.
         FileNotFoundError where the one before has gone, which Orbax may not notice: it makes a
         folder that was moved anew.
         """
@@ -97,7 +97,7 @@ class Checkpoints:
             return False
         newest = self._manager.latest_step()
         manifest = {
-            "arrays": digests.described(state) if arrays is None else arrays,
+            "arrays": digests.of_arrays(state) if arrays is None else arrays,
             "progress": json_digest(progress),
             "fingerprint": self.fingerprint,
         }

@@ -79,7 +79,7 @@ class Record(contextlib.AbstractContextManager):
     def digests(self, arrays: Mapping) -> dict[str, str]:
         """Returns the digests of the step's samples and state once its responses are on disk.
 
-        arrays: `digests.described` of the state. The main process has them alone. Raises the error
+        arrays: `digests.of_arrays` of the state. The main process has them alone. Raises the error
         of a write that failed.
         """
         if not self._is_main:

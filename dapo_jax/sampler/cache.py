@@ -17,6 +17,7 @@ ROWS, XLA_ROWS = 32, 8
 # occupied slots and their full pages. The longest responses are left at last, a few slots with many
 # pages. Elsewhere than on a CPU the bits of a row may differ.
 PARTS = ((1 / 4, 1 / 8), (1 / 2, 1 / 4), (1, 1 / 4), (1, 1 / 2), (1, 1))
+COPIED = 1 / 2  # of the pool, which plain XLA copies at most: where more is live it reads all
 FEW_ROWS = (32, 64, 128, 192, 256, 384, 512)  # as slots fall empty: a step costs by the row
 ROW_SCALARS = (
     *("active", "stream", "cursor", "sample", "token", "sampled", "limit", "prompt_tokens"),
@@ -116,9 +117,9 @@ def plan_cache(
     token_bytes: of one token's keys and values on the device. There is a slot for every
     `slot_tokens` response tokens of cache: longer responses take pages that shorter ones leave.
     The keys and values of the block being decoded count too, and (copies) what plain XLA attends
-    to: each slot's open page, and pages of the pool, half of it at most. Not counted are a CPU's
-    float32 copies of bfloat16 pages, and those that windows see. Raises ValueError where one
-    request of the greatest length would not fit.
+    to: each slot's open page, and COPIED pages of the pool. Not counted are a CPU's float32 copies
+    of bfloat16 pages, and those that windows see. Raises ValueError where one request of the
+    greatest length would not fit.
     """
     page_bytes = token_bytes * limits.page_tokens
     # Every occupied slot has a page to itself, and admission keeps pages free for growth.
@@ -133,8 +134,7 @@ def plan_cache(
         block_bytes = planned.padded(slots) * open_tokens * token_bytes
         left = budget_bytes - block_bytes - prompt_pages * page_bytes
         pages = max(0, left // page_bytes)
-        # Each page, and half of one for the copies.
-        return dataclasses.replace(planned, pages=pages * 2 // 3 if copies else pages)
+        return dataclasses.replace(planned, pages=int(pages / (1 + COPIED * copies)))
 
     def plan(budget_bytes: int) -> Cache | None:
         def too_many(slots: int) -> bool:
@@ -172,5 +172,5 @@ def decode_sizes(cache: Cache, *, kernel: bool) -> list[tuple[int, int]]:
         most = min(cache.pages, 1 + cache.slots * (cache.pages_per_response - 1))
         for slots, pages in PARTS:
             rows, size = cache.padded(math.ceil(cache.slots * slots)), math.ceil(most * pages)
-            sizes.add((rows, size if size <= math.ceil(cache.pages / 2) else cache.pages))
+            sizes.add((rows, size if size <= math.ceil(cache.pages * COPIED) else cache.pages))
     return sorted(sizes)

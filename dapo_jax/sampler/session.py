@@ -57,17 +57,17 @@ class Stream(NamedTuple):
 class _Unfinished:
     """An unfinished group, by which the scheduler names its samples.
 
-    stream: its place among the session's. responses: of those that are unfinished, what there was
-    when the group was submitted, at the last step's end, when it lost its slot, or when its
-    environment answered, whose tokens are in it. plays: whether it has an environment.
-    prompt_route_TLA: of its newest prefill.
+    stream: its place among the session's. responses: an unfinished one has the tokens that there
+    were when the group was submitted, when the last step ended, when the sample lost its slot, or
+    when its environment answered; these are the latest, with the answer. is_episode: whether it has
+    an environment. prompt_route_TLA: of its newest prefill.
     """
 
     stream: int
     cursor: int
     prompt: Prompt
     responses: list[Response]
-    plays: bool
+    is_episode: bool
     prompt_route_TLA: np.ndarray | None = None
 
     @property
@@ -149,15 +149,16 @@ class Session:
         """
         limit = self._samplings[stream].max_response_tokens
         limits = [limit] * group_size if max_tokens is None else list(max_tokens)
-        responses, plays = list(begun) or [_NOTHING] * group_size, self._environments.plays(prompt)
+        responses = list(begun) or [_NOTHING] * group_size
+        is_episode = self._environments.is_episode(prompt)
         first_tokens = [
             self._whole_blocks(response, limit) if response.is_unfinished else None
             for response, limit in zip(responses, limits, strict=True)
         ]
-        group = _Unfinished(stream, cursor, prompt, responses, plays)
+        group = _Unfinished(stream, cursor, prompt, responses, is_episode)
         self._groups[group.key] = group
         self._scheduler.submit(
-            group, len(prompt.token_ids), limits, first_tokens=first_tokens, parks=plays
+            group, len(prompt.token_ids), limits, first_tokens=first_tokens, parks=is_episode
         )
 
     def _whole_blocks(self, response: Response, limit: int) -> int:
@@ -342,7 +343,7 @@ class Session:
         logp_NS, is_end_NS = np.zeros(given_NS.shape, np.float32), np.zeros(given_NS.shape, bool)
         rows = zip(plan.group_N, plan.sample_N, plan.sampled_N, strict=True)
         for n, (group, sample, first) in enumerate(rows if self._engine.cache.turns else ()):
-            if group.plays:
+            if group.is_episode:
                 known = group.responses[sample]
                 tokens_T = known.tokens_T[first : first + given_NS.shape[1]]
                 given_NS[n, : len(tokens_T)] = tokens_T + 1
@@ -376,7 +377,7 @@ class Session:
         """
         for sample in ended:
             group = sample.prefix.group
-            if not group.plays:
+            if not group.is_episode:
                 status = Status.STOPPED if sample.stopped else Status.CUT
                 group.responses[sample.index] = self._response(sample, status)
                 continue

@@ -41,7 +41,7 @@ class Fixed:
         self._seconds, self._asked, self._found = seconds, 0, queue.SimpleQueue()
         self._turns = collections.Counter()
 
-    def plays(self, prompt) -> bool:
+    def is_episode(self, prompt) -> bool:
         return True
 
     def close(self, number=None) -> None:
