@@ -191,6 +191,8 @@ def low_rank_product(spec, x, a, b, weights: Weights = WHOLE):
     x_axes, w_axes, out_axes = _letters(spec)
     kept, out = (re.sub(f"[{of}]", "", axes) for of, axes in ((w_axes, x_axes), (x_axes, w_axes)))
     summed = re.sub(f"[{kept}]", "", x_axes)
+    if a.shape[-1] == 1:  # a CPU adds up one column in an order that depends on the rows
+        a, b = (jnp.append(w, jnp.zeros_like(w), i) for w, i in ((a, -1), (b, 0)))
     h = product(einsum, f"{x_axes},{summed}R->{kept}R", x, a, weights)
     return product(einsum, f"{kept}R,R{out}->{out_axes}", h, b, weights)
 

@@ -21,6 +21,7 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from models.kernels.tiles import padded
 from models.kernels.xla import ATTENTION, attention
 from models.parameters import (
     EMBED,
@@ -33,16 +34,7 @@ from models.parameters import (
     norm,
     normal,
 )
-from models.precision import (
-    WHOLE,
-    Weights,
-    einsum,
-    lookup,
-    low_rank_product,
-    product,
-    rounded,
-    unfused,
-)
+from models.precision import WHOLE, Weights, einsum, lookup, low_rank_product, product, rounded
 
 # What a layer keeps for the backward pass beside its input; the rest is computed again (Chen et al.
 # 2016, arXiv 1604.06174). The products are those with weight matrices of which something comes
@@ -69,10 +61,14 @@ REMAT = {
     ),
 }
 
+NORM_TERMS = 64  # that a norm adds up, at least
+
 
 def rms_norm(x, scale, *, eps):
     """Divides by the root mean square of the last axis (arXiv 1910.07467) and scales; float32."""
-    mean_square = jnp.mean(unfused(x * x), axis=-1, keepdims=True)
+    # A CPU adds up fewer terms in an order that depends on what is fused with them.
+    terms = padded(x, NORM_TERMS, axis=-1)
+    mean_square = jnp.sum(terms * terms, axis=-1, keepdims=True) / x.shape[-1]
     return scale * (x * jax.lax.rsqrt(mean_square + eps))
 
 

@@ -324,6 +324,18 @@ class Step(NamedTuple):
     metrics: dict
 
 
+def begin(built):
+    """Makes (state, start weights). No factor of LoRA is 0, as B is before the first update."""
+    state = built.start_state()
+    if built.settings.lora:
+        leaves, tree = jax.tree.flatten(state.params)
+        keys = jax.random.split(jax.random.key(0), len(leaves))
+        pairs = zip(keys, leaves, strict=True)
+        leaves = [leaf + 0.3 * jax.random.normal(key, leaf.shape) for key, leaf in pairs]
+        state = dataclasses.replace(state, params=jax.tree.unflatten(tree, leaves))
+    return state, built.load_start_weights()
+
+
 def step(
     built, *, prompts=TWO, group_size=4, sampling=SAMPLING, beside=None, environments=None
 ) -> Step:
@@ -331,7 +343,7 @@ def step(
 
     beside: how the same prompts are sampled beside, for another stream; None: they are not.
     """
-    state, start = built.start_state(), built.load_start_weights()
+    state, start = begin(built)
     before = jax.tree.map(np.asarray, state.params)
     params = built.reshard(state.params, start)
     streams = [Stream(RUN_KEY, it) for it in (sampling, beside) if it]

@@ -16,6 +16,7 @@ from engines import (
     TWO,
     Scripted,
     batch_of,
+    begin,
     by_request,
     finished,
     programs,
@@ -33,6 +34,7 @@ from dapo_jax.types import Prompt
 from models import qwen2, qwen3_moe
 from models.kernels import OPTIONS, tiles
 from models.kernels.xla import combine
+from models.precision import low_rank_product
 from models.qwen2 import Qwen2Config
 from models.qwen3_moe import Qwen3MoeConfig
 from models.transformer import rms_norm
@@ -57,8 +59,8 @@ def build(golden, dtype, folder, **how):
 
 def logprobs(built, batch):
     """Returns those of a batch's sampled tokens, the sampler's and the first update's."""
-    policy = built.start_state().params, built.load_start_weights()
-    pair = batch.behavior_logp_BT, built.recompute_old_logp(*policy, batch)
+    state, start = begin(built)
+    pair = batch.behavior_logp_BT, built.recompute_old_logp(state.params, start, batch)
     is_sampled_MBT = np.asarray(batch.is_response_BT)
     return (np.asarray(logp_MBT)[is_sampled_MBT] for logp_MBT in pair)
 
@@ -104,7 +106,7 @@ def drawn(number: int) -> tuple[str, str, dict, dict]:
     adapted = ("q", "k", "v", "o") + (() if "moe" in golden else ("gate", "up", "down"))
     how = {
         "mesh": (ONE, DATA, MODEL)[number % 3],
-        "lora_rank": any_of(0, 0, 4),
+        "lora_rank": any_of(0, 1, 4),
         "cache": any_of(None, scarce),
         "parts": any_of(((1, 1),), ((1, 1),), PARTS),
         "rollout": {
@@ -279,15 +281,34 @@ def test_a_tiles_power_is_of_its_largest_key_wherever_it_is(keys):
     np.testing.assert_array_equal(power_M1, np.full((keys, 1), 9.0))
 
 
-def test_a_norm_is_exact_in_rows_of_any_shape():
+def test_lora_of_rank_1_is_exact_for_any_number_of_rows():
+    """A product of one column adds up the rows that are left of eight in another order."""
+    x_TD, a_DR, b_RF = (
+        jax.random.normal(jax.random.key(i), shape)
+        for i, shape in enumerate(((99, 576), (576, 1), (1, 8)))
+    )
+    multiply = functools.partial(low_rank_product, "TD,DF->TF", a=a_DR, b=b_RF)
+    multiply = jax.jit(multiply, compiler_options=OPTIONS["cpu"])
+    for rows in (5, 33, 97):
+        np.testing.assert_array_equal(multiply(x_TD[:rows]), multiply(x_TD)[:rows])
+
+
+@pytest.mark.parametrize("width", [8, 24, 32])
+def test_a_norm_is_exact_whatever_is_fused_with_it(width):
     """With heads of 8 and pages of 5 tokens a prompt's keys had other last bits in the cache.
 
-    There the squares were rounded before they were added up, elsewhere they were not.
+    So had the last norm of a model of width 32, in bfloat16 on two model shards.
     """
-    x_MH = jax.random.normal(jax.random.key(0), (40, 8))
-    norm = functools.partial(rms_norm, scale=jnp.ones(8), eps=1e-6)
-    norm = jax.jit(norm, compiler_options=OPTIONS["cpu"])
-    np.testing.assert_array_equal(norm(x_MH.reshape(8, 5, 1, 8)).reshape(40, 8), norm(x_MH))
+    x_MD, y_MD = (jax.random.normal(jax.random.key(i), (40, width)) for i in (0, 1))
+    y_MD = y_MD.astype(jnp.bfloat16)
+    jit = functools.partial(jax.jit, compiler_options=OPTIONS["cpu"])
+    norm = functools.partial(rms_norm, scale=jnp.ones(width), eps=1e-6)
+    fused = jit(lambda x, y: norm(x + y.astype(jnp.float32) - y.astype(jnp.float32)[..., ::-1]))
+    alone_MD = jit(norm)(x_MD + y_MD.astype(jnp.float32) - y_MD.astype(jnp.float32)[..., ::-1])
+    for shape in ((40, width), (8, 5, 1, width), (1, 40, 1, width)):
+        np.testing.assert_array_equal(
+            fused(x_MD.reshape(shape), y_MD.reshape(shape)).reshape(40, width), alone_MD
+        )
 
 
 def test_a_program_does_not_grow_with_the_pages_that_are_added_up():
