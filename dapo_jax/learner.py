@@ -1,8 +1,9 @@
 """Updates the policy: gradients summed over micro-batches, clipped, and one AdamW step.
 
 Calls from `update` to Eq. 8: micro_batch_loss -> logprobs.head_loss (where the logits are) ->
-losses.token_loss -> losses.clip -> algorithm.token_policy_loss. Axis letters: M micro-batches, B
-packed rows (dapo_jax.packing), T tokens.
+losses.token_loss -> losses.clip -> algorithm.token_policy_loss. Axis letters: those of
+models.transformer and dapo_jax.types, M micro-batches and B packed rows (dapo_jax.packing) among
+them.
 """
 
 import dataclasses
@@ -120,15 +121,15 @@ def init_state(params, settings: UpdateSettings) -> TrainState:
 
 
 def spread(w, key):
-    """Moves each weight to a random float32 of those that bfloat16 rounds as it rounds the weight.
+    """Moves each weight to a random float32 that rounds to the same number of bfloat16.
 
-    The policy in bfloat16 stays. A weight that is a number of bfloat16, as those of a published
-    model are, would not move there before it has gone half a unit of the last place; and equal
-    weights of a quantised one would jump together (experiments/rounded_weights).
+    The policy in bfloat16 stays as it is. A weight that is a number of bfloat16, as those of a
+    published model are, would not move there before it has gone half a unit of the last place; and
+    equal weights of a quantised one would jump together (experiments/rounded_weights).
     """
     nearest = jax.lax.reduce_precision(w, 8, 7)
     last_bits = jax.random.bits(key, w.shape, jnp.uint16).astype(jnp.int32) - 2**15
-    last_bits = jnp.maximum(last_bits, 1 - 2**15)  # the middle would round to an even one
+    last_bits = jnp.maximum(last_bits, 1 - 2**15)  # -2**15 is a tie, rounded to even
     moved = jax.lax.bitcast_convert_type(nearest, jnp.int32) + last_bits
     able = jnp.isfinite(nearest) & (nearest != 0)
     return jnp.where(able, jax.lax.bitcast_convert_type(moved, jnp.float32), w)
@@ -344,8 +345,8 @@ def recompute_old_logp(params, start_weights, batch: Batch, *, graph, mesh, sett
 
     def of_micro_batch(i, old_logp_MBT):
         micro = micro_batch(batch, i)
-        logits = forward(*policy, micro, graph=graph, mesh=mesh, settings=settings)[:2]
-        logp_BT, _ = chosen_logprobs(*logits, micro.target_BT, softmax)
+        x_and_head = forward(*policy, micro, graph=graph, mesh=mesh, settings=settings)[:2]
+        logp_BT, _ = chosen_logprobs(*x_and_head, micro.target_BT, softmax)
         by_learner_BT = micro.is_on_policy_BT | (settings.old_logprobs == "learner")
         old_logp_BT = jnp.where(by_learner_BT, logp_BT, micro.behavior_logp_BT)
         return old_logp_MBT.at[i].set(old_logp_BT)

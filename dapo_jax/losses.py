@@ -109,7 +109,7 @@ def sampler_weight(tokens: Batch, *, cap: float):
     return jnp.minimum(ratio, cap), ratio > cap
 
 
-# Advantages: reward_PG, length_PG of the groups that a step trains on -> [P, G]; NumPy.
+# Advantages: reward_PG, sampled_tokens_PG of the groups that a step trains on -> [P, G]; NumPy.
 
 
 def whitened(reward_PG, count_PG):
@@ -123,7 +123,7 @@ def whitened(reward_PG, count_PG):
 ADVANTAGES = {
     "group_std": lambda reward_PG, _: algorithm.group_advantage(reward_PG),  # Eq. 9
     # Over all responses (ScaleRL, 2510.13786, section 4; 2501.03262, Eq. 7).
-    "batch_std": lambda reward_PG, length_PG: whitened(reward_PG, np.ones_like(length_PG)),
+    "batch_std": lambda reward_PG, tokens_PG: whitened(reward_PG, np.ones_like(tokens_PG)),
     "token_whiten": whitened,  # over all tokens (REINFORCE++ baseline, 2501.03262, Eq. 6 and 7)
     # Dr. GRPO, 2503.20783, section 3.2.
     "none": lambda reward_PG, _: algorithm.centred_reward(reward_PG),
@@ -131,10 +131,10 @@ ADVANTAGES = {
 CUSTOM = {"policy_loss": POLICY_LOSSES, "advantage_scale": ADVANTAGES}
 
 
-def advantages(reward_PG: np.ndarray, kept: np.ndarray, length_PG, *, scale: str) -> np.ndarray:
+def advantages(reward_PG: np.ndarray, kept: np.ndarray, tokens_PG, *, scale: str) -> np.ndarray:
     """Computes the kept groups' advantages by algo.advantage_scale; other groups' are 0."""
     advantage_PG, of_groups = np.zeros_like(reward_PG), function_of("advantage_scale", scale)
-    kept_PG = np.asarray(of_groups(reward_PG[kept], length_PG[kept]))
+    kept_PG = np.asarray(of_groups(reward_PG[kept], tokens_PG[kept]))
     if kept_PG.shape != reward_PG[kept].shape:
         raise ValueError(
             f"algo.advantage_scale = {scale!r} gives an array {list(kept_PG.shape)}: there has to "

@@ -25,8 +25,8 @@ class StepPlan:
 
     prompt_at(cursor): the stream's prompts. grade(group): the group with texts and verdicts.
     success(group): bool [G]; a group is informative if some but not all of it is. max_prompts: that
-    a step issues. max_tokens: of a response. partial_rollout_steps: for which a group goes on at
-    most; 0: no group does.
+    a step issues. max_tokens: of a response. partial_rollout_steps: the most steps for which a
+    group goes on; 0: none does.
     """
 
     prompt_at: Callable[[int], Prompt]
@@ -65,11 +65,11 @@ def collect(
     the background. `PromptOrder` says which prompts are issued and which groups are kept; with
     partial rollouts `CompletionOrder`. After `max_prompts` there may be fewer groups than wanted,
     or none. Groups of other streams, submitted before, are sampled in order, and stay unfinished
-    when training has its groups.
+    when training has its groups; with partial rollouts they are finished first.
 
-    partial: the groups of the step before that go on. informative_share: of informative groups,
-    `PromptOrder`'s prior and all that `CompletionOrder` knows. on_other_groups: takes other
-    streams' finished groups.
+    partial: the groups carried over from the step before, complete or not. informative_share: of
+    informative groups, `PromptOrder`'s prior and all that `CompletionOrder` knows. on_other_groups:
+    takes other streams' finished groups.
     """
     by_completion = plan.partial_rollout_steps > 0
     submit = functools.partial(session.submit, group_size=plan.group_size)
@@ -84,7 +84,7 @@ def collect(
         elif (TRAINING, group.cursor) not in under_way:
             submit(group.cursor, prompt, begun=group.responses)
     with Grading(plan.grade) as grading:
-        # A call returns what the one before gave it, graded.
+        # A call returns what the one before gave it, graded: the second waits for the grades.
         order.add([*grading.exchange(ended), *grading.exchange([])])
         while not order.try_to_end():
             for next_cursor in order.prompts():
@@ -94,11 +94,11 @@ def collect(
             done = session.step(more=order.wants_more()) if session.unfinished else []
             on_other_groups([group for group in done if group.stream != TRAINING])
             order.add(grading.exchange([group for group in done if group.stream == TRAINING]))
-        if by_completion:
+        if by_completion:  # what the last block finished is not graded yet
             order.add(grading.exchange([]))
     sampled, end, go_on = order.result()
     success_PG = np.stack([plan.success(group) & (not group.is_left_out) for group in sampled])
-    # In prompt order, whichever was ready first: that favours no length.
+    # In prompt order: in that of completion short responses would be favoured.
     kept = np.flatnonzero([plan.is_usable(group) for group in sampled])[: plan.num_prompts]
     requests, seconds = order.issued * plan.group_size, session.stats.seconds | grading.seconds
     return Rollouts(
@@ -118,8 +118,8 @@ class PromptOrder:
     """Keeps the first informative groups in prompt order, whatever their lengths.
 
     Sampling batch after batch, waiting for each, would keep the same. Prompts are issued as slots
-    fall idle, as many as the share of informative groups so far lets expect to be needed: that
-    depends on groups of other streams, and which groups are kept does not.
+    fall idle, as many as the share of informative groups so far predicts. Other streams change how
+    many are issued, never which groups are kept.
 
     informative_share: as of `collect`. groups: the graded ones by cursor; they finish in any order.
     usable: the cursors of those that can be kept, ascending.
@@ -148,14 +148,14 @@ class PromptOrder:
 
     @property
     def end(self) -> int:
-        """The cursor behind all groups that can be kept."""
+        """One past the last cursor that can be kept."""
         plan = self.plan
         if len(self.usable) >= plan.num_prompts:  # none behind these can be among the first
             return self.usable[plan.num_prompts - 1] + 1
         return self.cursor + (plan.max_prompts if plan.dynamic_sampling else plan.num_prompts)
 
     def try_to_end(self) -> bool:
-        """Cancels groups behind the last kept one; returns whether all up to it are graded."""
+        """Cancels groups after the last kept one; returns whether all up to it are graded."""
         for stream, cursor in self.session.unfinished:
             if stream == TRAINING and cursor >= self.end:
                 self.session.cancel(cursor)
@@ -170,10 +170,10 @@ class PromptOrder:
     def wants_more(self) -> bool:
         """Returns whether prompts would be issued if there were idle slots.
 
-        That is so until the groups that can be kept, and those under way that are expected to be
-        informative, less one standard deviation, are a step's. Their share is that of the groups up
-        to the first ungraded one: what finished early behind it may be of another kind.
-        `informative_share` counts like num_prompts / 4 groups more.
+        That is so until the usable groups, with the informative ones expected among those under
+        way, less one standard deviation, reach num_prompts. Their share is that of the groups up to
+        the first ungraded one, since those that finish early may be of another kind, with
+        `informative_share` as a prior worth num_prompts / 4 groups.
         """
         plan, end, prior_groups = self.plan, self.graded_end, self.plan.num_prompts / 4
         share = bisect.bisect_left(self.usable, end) + self.informative_share * prior_groups
@@ -198,10 +198,10 @@ class CompletionOrder(PromptOrder):
 
     Of the complete informative groups the first in prompt order are kept. The others go on, and are
     there for the next step. A step ends once there are enough and those that are `due`, as old as a
-    group may be, are complete. A due group that is not kept is discarded; so that few are, prompts
-    are issued for the groups of at most 1 + partial_rollout_steps steps, by `informative_share`. A
-    step that takes up no group waits for the first ones in prompt order, as `PromptOrder` does:
-    those that are complete first are the short ones.
+    group may be, are complete. A due group that is not kept is discarded. To keep these few, the
+    groups of at most 1 + partial_rollout_steps steps are under way, by `informative_share`. A step
+    that takes up no group waits for the first ones in prompt order, as `PromptOrder` does: the
+    first to complete are short.
     """
 
     @functools.cached_property
@@ -211,7 +211,7 @@ class CompletionOrder(PromptOrder):
         return {it.cursor for it in self.partial if len(it.responses[0].ends) >= most}
 
     def try_to_end(self) -> bool:
-        """Returns whether enough groups are complete, and none that is waited for is not."""
+        """Returns whether the step has its groups and nothing due runs, or no prompt is left."""
         waiting = self.session.unfinished
         if len(self.usable) < self.plan.num_prompts:
             return self.issued == self.plan.max_prompts and not waiting

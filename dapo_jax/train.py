@@ -66,7 +66,7 @@ def train(config, workdir: pathlib.Path, parent=None, profile: int | None = None
 def rl_step(run: start.Run, step: int, state: learner.TrainState, progress: Progress, session):
     """Takes one RL step: (state, progress, session, the message to stop with, if any).
 
-    session: of the step before, whose partial rollouts keep their keys and values; else None.
+    session: of the step before, where partial rollouts keep their pages of the cache; else None.
     """
     watch = metrics.Stopwatch(jax.profiler.TraceAnnotation)
 
@@ -79,7 +79,7 @@ def rl_step(run: start.Run, step: int, state: learner.TrainState, progress: Prog
     # Compared inside each group (Eq. 9), by a row of losses.ADVANTAGES.
     tokens_PG, scale = rollouts.sampled_tokens_PG, run.config.algo.advantage_scale
     advantage_PG = losses.advantages(reward_PG, rollouts.kept, tokens_PG, scale=scale)
-    run.record.rollouts(step, rollouts, reward_PG)  # written behind the updates
+    run.record.rollouts(step, rollouts, reward_PG)  # written beside the updates
 
     # One mini-batch of the kept groups after the other (Eq. 8, 10 and 12).
     rate = learner.scheduled_rate(step, run.programs.settings, num_steps=run.config.num_steps)
@@ -93,7 +93,7 @@ def rl_step(run: start.Run, step: int, state: learner.TrainState, progress: Prog
 def sample(run: start.Run, step: int, state, progress: Progress, session, watch):
     """Samples and grades one step's groups (Eq. 11), and beside them an evaluation that is due.
 
-    Returns (the rollouts, the scores as keys of a metrics row, the session of partial rollouts).
+    Returns (the rollouts, the scores as entries of a metrics row, the session of partial rollouts).
     The evaluation's requests are submitted first; training's prompts fill the slots that they
     leave.
     """
@@ -103,7 +103,7 @@ def sample(run: start.Run, step: int, state, progress: Progress, session, watch)
     else:
         session = run.session(weights, *run.streams)
     del weights
-    # Of the groups to come; without a step before, by the sizes of the config.
+    # Expected of the groups to come: as in the step before, or by the config's sizes.
     informative_share = min(1.0, r.num_prompts / r.generation_prompts)
     if last := progress.row:
         informative_share = last["groups/informative"] / last["groups/sampled"]
@@ -181,14 +181,14 @@ def finish(
     The order, by which rows and checkpoints agree after a kill at any instant:
 
     1. A state that is not finite ends the run. The row of metrics is made, once, with the digests
-       of the state and of the responses' file, and the alarms look at it.
+       of the state and of the responses, and the alarms look at it.
     2. Where a run may resume, the session of partial rollouts is closed: checkpoints have no keys
-       and values. A policy that no later step samples with, a stopped run's too, is evaluated
-       by itself if it is due.
+       and values. The last policy is evaluated by itself, a stopped run's if that is due.
     3. The previous snapshot is saved if its policy is the best so far. Where a run may resume, a
        snapshot of state and progress, this row in it, is taken, and saved if it is due; the last
        step waits for its save, so that a run with its last row has its last checkpoint.
-    4. The row is written and shown. After a kill before this, the checkpoint's row is written.
+    4. The row is written and shown. After a kill before this, the next start takes it from the
+       checkpoint.
     """
     config, step, rollouts = run.config, done.step, done.rollouts
     alarms.require_finite_state(state, step)
@@ -228,7 +228,7 @@ def finish(
 def with_scores(scores: Mapping, rows: Mapping[int, Mapping], run: start.Run) -> dict:
     """Adds what evaluations found, rows by finished steps, to the scores of checkpoint.best.
 
-    Those of another set, of other prompts or settings, say nothing beside them and go.
+    Those of another set, of other prompts or settings, cannot be compared and go.
     """
     if not run.best:
         return {}
@@ -239,7 +239,7 @@ def with_scores(scores: Mapping, rows: Mapping[int, Mapping], run: start.Run) ->
 
 
 def evaluate_alone(run: start.Run, state: learner.TrainState, finished_steps: int):
-    """Evaluates all sets in a session of their own; returns the scores as keys of a row."""
+    """Evaluates all sets in a session of their own; returns the scores as entries of a row."""
     weights = run.programs.reshard(state.params, run.start_weights)
     session = run.session(weights, *run.streams)
     with Evaluation(session) as evaluation:
@@ -247,7 +247,7 @@ def evaluate_alone(run: start.Run, state: learner.TrainState, finished_steps: in
 
 
 def scores_of(run: start.Run, evaluation, finished_steps: int) -> dict[str, float]:
-    """Ends an evaluation, writes its results, and returns them as keys of a metrics row."""
+    """Ends an evaluation, writes its results, and returns them as entries of a metrics row."""
     results = evaluation.finish(
         report=run.record.display.phase,
         keep=lambda name, groups: run.record.responses(finished_steps, name, groups),

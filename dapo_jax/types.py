@@ -226,7 +226,7 @@ class Group:
 
     @property
     def length_G(self) -> np.ndarray:
-        """Generated tokens of each response."""
+        """The tokens of each response, an environment's among them."""
         return np.array([len(response.tokens_T) for response in self.responses])
 
     @property

@@ -14,7 +14,7 @@ class Progress:
     """The state of a run between two steps, beside the training state; saved with a checkpoint.
 
     cursor: of the next unseen prompt. row: that of the last step; None before the first. partial:
-    the unfinished groups that the next step continues. scores: mean@k of the set that
+    the groups carried over to the next step, complete or not. scores: mean@k of the set that
     checkpoint.best names, with a digest of it, by its finished steps.
     """
 

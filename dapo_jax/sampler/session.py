@@ -32,8 +32,8 @@ from dapo_jax.tasks.datasets import Dataset
 from dapo_jax.types import TRAINING, Group, Prompt, Response, RolloutStats, Status
 from sharding import rules
 
-# Tokens of an environment up to which an answer is fed in the block, a decode step each; behind a
-# longer one the keys and values of all that there is are computed together.
+# An environment's answer of at most so many tokens is fed in the block, one a decode step; with a
+# longer one the keys and values of the whole sequence are computed again, together.
 LONG_ANSWER = 64
 # With partial rollouts an answer is taken so many blocks behind its turn, however fast it comes:
 # which groups are complete first depends on no clock.
@@ -57,10 +57,9 @@ class Stream(NamedTuple):
 class _Unfinished:
     """An unfinished group, by which the scheduler names its samples.
 
-    stream: its place among the session's. responses: an unfinished one has the tokens that there
-    were when the group was submitted, when the last step ended, when the sample lost its slot, or
-    when its environment answered; these are the latest, with the answer. is_episode: whether it has
-    an environment. prompt_route_TLA: of its newest prefill.
+    stream: its place among the session's. responses: an unfinished one is as of its submission, the
+    last step's end, the loss of its slot or its environment's answer, whichever came last.
+    is_episode: whether it has an environment. prompt_route_TLA: of its newest prefill.
     """
 
     stream: int
@@ -116,7 +115,7 @@ class Session:
         routes = engine.config.routes
         self._route_DPCLA = np.zeros((*pool, *routes), np.uint8) if routes else None
         self._decoded = 0  # blocks so far
-        self._asked: dict[Where, int] = {}  # turns without an answer yet: blocks then
+        self._asked: dict[Where, int] = {}  # turn without an answer -> blocks decoded then
 
     def resume(self, params) -> None:
         """Continues with these weights."""
@@ -142,8 +141,8 @@ class Session:
         """Asks for `group_size` samples of a prompt, after all that were asked for.
 
         max_tokens: a limit for each of them, at most the stream's; None: the stream's. stream: its
-        place among the session's; cursors name groups within one. begun: what an earlier session
-        had of each response, which goes on behind whole blocks of it.
+        place among the session's; cursors name groups within one. begun: an earlier session's
+        responses, of which whole blocks are kept; the rest is sampled again, or fed in an episode.
 
         The prompt has 1 to `Cache.max_prompt_tokens` tokens: data sets have no others.
         """
@@ -234,7 +233,7 @@ class Session:
         for sample in plan.preempted:
             sample.prefix.group.responses[sample.index] = self._so_far(sample)
         with self._timed("prefill"):
-            # A copy may be of a prompt that is computed now, and leave pages to a response that is.
+            # In this order: a prompt computed here may move, and leave its pages to a response.
             self._prefill(plan.prefills)
             self._move(plan.moves)
             self._prefill(plan.recomputes)
@@ -451,7 +450,7 @@ class Session:
             pool_DPC[sample.prefix.shard, sample.pages].reshape(-1)[: sample.tokens]
             for pool_DPC in (self._token_DPC, self._logp_DPC)
         )
-        # Less where it went on behind whole blocks.
+        # Fewer where the tokens of a block that was not whole are sampled again.
         before = sample.prefix.group.responses[sample.index]
         ends = tuple(min(end, sample.tokens) for end in before.ends)
         given_T, route_TLA = before.given_T, self._route(sample)
