@@ -97,7 +97,7 @@ def config_differences(
 
 
 def require_unlike(configs: Mapping[str, ConfigDict], changed: Mapping) -> None:
-    """Refuses configs that differ in nothing, or in keys without effect alone (ValueError).
+    """Refuses configs that differ in keys without effect alone (ValueError), all by names.
 
     changed: the keys that make each one of them.
     """
@@ -105,9 +105,8 @@ def require_unlike(configs: Mapping[str, ConfigDict], changed: Mapping) -> None:
     for name, config in configs.items():
         unread = base.without_effect(config, changed[name])
         effective = repr([it for it in base.leaves(config) if it[0] not in unread])
-        if (twin := known.setdefault(effective, name)) != name:
-            why = "; ".join(unread.values()) or "no key differs"
-            raise ValueError(f"arms {twin!r} and {name!r} are equal: {why}")
+        if (twin := known.setdefault(effective, name)) != name and unread:
+            raise ValueError(f"arms {twin!r} and {name!r} are equal: {'; '.join(unread.values())}")
 
 
 def _same_place(key: str, one, other) -> bool:
