@@ -118,7 +118,7 @@ def drawn(number: int) -> tuple[str, str, dict, dict]:
             "row_tokens": longest + limit + int(rng.integers(100)),
             **{"micro_batch_rows": any_of(2, 4), "row_lengths": any_of(1, 3)},
             "remat": any_of("none", "full", "keep_products", "keep_attention"),
-            "lora_targets": adapted,
+            **{"lora_targets": adapted, "lora_alpha": 6.0},  # a scale that rounds
         },
         "algo": {"replay_routes": any_of(True, False), **any_of(*losses)},
     }

@@ -50,16 +50,6 @@ def task(settings):
     task_of(**settings).load()
 
 
-class Blind:
-    """A task whose grade does not take the example."""
-
-    def load(self):
-        return ()
-
-    def grade(self, response):
-        raise NotImplementedError
-
-
 def beginning(settings):
     start.check(config_with(settings))
 
@@ -134,7 +124,6 @@ REFUSED = [
     (task, {"task": "nowhere.x:Y"}, "which cannot be imported .in the working directory or on PY"),
     (task, {"task": "countdown:Count"}, "cannot be imported .*no attribute 'Count'"),
     (task, {"task": "countdown:ANSWER"}, "'countdown:ANSWER', which has no method load, grade"),
-    (task, {"task": f"{__name__}:Blind"}, r"as grade\(response, example\): too many positional"),
     (task, {"task": "reasoning_gym"}, r"missing a required.*: 'name' \(data.train.args\)"),
     (task, {"task": COUNTDOWN, "args": {"number": 4}}, r"'number' .*; it takes \(count: int, "),
     (task, {"kind": "arithmetic", "path": "sums.csv"}, "= 'sums.csv', but .* takes no path"),
