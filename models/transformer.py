@@ -61,7 +61,7 @@ REMAT = {
     ),
 }
 
-NORM_TERMS = 64  # that a norm adds up, at least
+NORM_TERMS = 64  # a norm adds up a multiple of so many
 
 
 def rms_norm(x, scale, *, eps):
