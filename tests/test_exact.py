@@ -303,8 +303,12 @@ def test_a_norm_is_exact_whatever_is_fused_with_it(width):
     y_MD = y_MD.astype(jnp.bfloat16)
     jit = functools.partial(jax.jit, compiler_options=OPTIONS["cpu"])
     norm = functools.partial(rms_norm, scale=jnp.ones(width), eps=1e-6)
-    fused = jit(lambda x, y: norm(x + y.astype(jnp.float32) - y.astype(jnp.float32)[..., ::-1]))
-    alone_MD = jit(norm)(x_MD + y_MD.astype(jnp.float32) - y_MD.astype(jnp.float32)[..., ::-1])
+
+    def summed(x, y):
+        return x + y.astype(jnp.float32) - y.astype(jnp.float32)[..., ::-1]
+
+    fused = jit(lambda x, y: norm(summed(x, y)))
+    alone_MD = jit(norm)(summed(x_MD, y_MD))
     for shape in ((40, width), (8, 5, 1, width), (1, 40, 1, width)):
         np.testing.assert_array_equal(
             fused(x_MD.reshape(shape), y_MD.reshape(shape)).reshape(40, width), alone_MD

@@ -68,7 +68,7 @@ def _csv(path: str, opened: BinaryIO, fields: Sequence[str]) -> Records:
         rows = csv.DictReader(text, strict=True)
         names = [name for name in rows.fieldnames or () if name]
         if twice := next((name for name in names if names.count(name) > 1), ""):
-            raise csv.Error(f"it has two columns {twice!r}")
+            raise DataError(f"{path} has two columns {twice!r} (path).")
         yield from enumerate(rows)
     except (csv.Error, UnicodeDecodeError) as error:
         raise DataError(
