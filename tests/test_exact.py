@@ -360,5 +360,7 @@ def test_heads_are_exact_at_any_temperature(columns, vocab_size, temperature):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kernels", ["gpu_interpret", "tpu_interpret"])
 def test_interpreted_kernels_do_so_too(kernels, dtype, tmp_path):
-    model = {"compute_dtype": dtype, "kernels": kernels}
-    exact(programs("qwen2", directory("qwen2/tied", tmp_path), mesh=ONE, model=model))
+    """With pages of at least `tiles.FEWEST_KEYS`, as those of a TPU and a GPU have."""
+    model, pages = {"compute_dtype": dtype, "kernels": kernels}, {"page_tokens": tiles.FEWEST_KEYS}
+    folder = directory("qwen2/tied", tmp_path)
+    exact(programs("qwen2", folder, mesh=ONE, model=model, rollout=pages))

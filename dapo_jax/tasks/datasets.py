@@ -75,12 +75,8 @@ def load_dataset(
             at_once = min(BEGUN_AT_ONCE, open_environments or BEGUN_AT_ONCE)
             examples = [prompt.example for prompt in prompts]
             environment, examples = begun(environment, examples, key, at_once=at_once)
-            if any(example.opening for example in examples):
-                prompts, longer = tokenize(examples, tokenizer, key, **limit)
-                overlong += longer
-            else:
-                pairs = zip(prompts, examples, strict=True)
-                prompts = [dataclasses.replace(prompt, example=it) for prompt, it in pairs]
+            prompts, longer = tokenize(examples, tokenizer, key, **limit)
+            overlong += longer
         lengths = [len(prompt.token_ids) for prompt in prompts]
         report = dataclasses.replace(
             report,
@@ -117,24 +113,21 @@ def begun(
     DataError where one does not begin, or where the task is to judge and has no answer.
     """
 
-    def introduced(example: Example) -> Example:
-        return _named(example, lambda: factory.introduced(example))
-
-    def _named(example: Example, call: Callable):
+    def tried(method: Callable, example: Example):
         try:
-            return retried(min(factory.seconds, BEGIN_SECONDS), call)
+            return retried(min(factory.seconds, BEGIN_SECONDS), lambda: method(example))
         except EnvironmentFailed as error:
             raise DataError(f"{example.source}, row {example.row}: {error}") from error
 
     said_at, ready = time.monotonic(), []
     with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
-        for example in pool.map(introduced, examples):
+        for example in pool.map(functools.partial(tried, factory.introduced), examples):
             ready.append(example)
             if time.monotonic() - said_at > SAY_SECONDS:
                 said_at = time.monotonic()
                 progress = f"{key}: {len(ready):,} of {len(examples):,} episodes were begun"
                 print(progress, file=sys.stderr, flush=True)
-    judges = _named(ready[0], lambda: factory.judges_in(ready[0]))
+    judges = tried(factory.judges_in, ready[0])
     no_answer = next((it for it in ready if it.answer == UNANSWERED), None)
     if no_answer and not judges:
         why = getattr(no_answer.extra, "why", "")

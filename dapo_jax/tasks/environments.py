@@ -79,13 +79,12 @@ class Factory:
     @classmethod
     def of(cls, key: str, name: str, seconds: float) -> "Factory":
         """Imports the class that a data set's key names; ValueError where it has no contract."""
-        factory = cls(name, imported(f"{key}.environment = {name!r}", name), seconds)
-        for has, lacks in (
-            (factory.can("reset", "init"), "neither reset nor init"),
-            (factory.is_stepped or factory.tools, "neither step nor tools"),
-        ):
-            if not has:
-                raise ValueError(f"{key}.environment = {name!r}, which has {lacks}")
+        setting = f"{key}.environment = {name!r}"
+        factory = cls(name, imported(setting, name), seconds)
+        if not factory.can("reset", "init"):
+            raise ValueError(f"{setting}, which has neither reset nor init")
+        if not (factory.is_stepped or factory.tools):
+            raise ValueError(f"{setting}, which has neither step nor tools")
         return factory
 
     @functools.cached_property

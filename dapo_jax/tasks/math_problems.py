@@ -50,15 +50,10 @@ class MathTask:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MathProblems(MathTask):
-    """Problems of a file.
+    """Problems of a file, by the settings of a data set (`configs.base.dataset`).
 
-    kind: a name of `readers.KINDS`; "": by the ending of the path. prompt_field, answer_field:
-    where a row has the prompt (text, or messages with role and content) and the answer (text, a
-    number, or a list of one); "a.b" is field b of field a; "": the kind's. template: of plain
-    prompts, as `template_text` reads it; "": the one that the rules read, or
-    default_template where a class has one. environment: where there is one, a row is what it begins
-    with, needs no answer, and has no template by default. on_bad_row: "error" or "skip"
-    (`rows.Rows`).
+    default_template: of a class whose plain prompts take another than the rules'. With an
+    environment a row is what it begins with, needs no answer, and has no template by default.
     """
 
     default_template: ClassVar[str] = ""

@@ -216,13 +216,9 @@ class HuggingFaceTokenizer(PlainText):
             notes = self._turns.check(with_tools=with_tools)
         except ValueError as error:
             raise ValueError(f"{self._folder} has a chat template that {error}") from error
-        if self.rewrites_turns():
+        if self._turns.rewrites_turns():
             notes.append("the chat template rewrites earlier turns: here they stay as sampled")
         return notes
-
-    def rewrites_turns(self) -> bool:
-        """Returns whether a template changes earlier turns of a conversation, as Qwen3's does."""
-        return self.chat == "template" and self._turns.rewrites_turns()
 
     def tool_calls(self, text: str, tools: Sequence[Mapping]) -> list[Call]:
         if self.chat == "none":
@@ -242,13 +238,7 @@ class HuggingFaceTokenizer(PlainText):
                     return [{key: call[key] for key in ("name", "arguments")} for call in made]
         return []
 
-    def encode_chat(
-        self, messages: Sequence[Message], tools: Sequence[Mapping] | None = None
-    ) -> list[int]:
-        """Encodes a prompt of messages ({"role", "content"}), ready for the model's answer.
-
-        tools: their schemas, which the template shows.
-        """
+    def encode_chat(self, messages: Sequence[Message], tools=None) -> list[int]:
         if self.chat == "none":
             return self._ids(plain_text(messages), split_special_tokens=True)
         roles = [message["role"] for message in messages]
@@ -299,17 +289,9 @@ def load_tokenizer(
 ) -> Tokenizer:
     """Reads a tokenizer from a Hugging Face directory or a sentencepiece model.
 
-    path: a directory, maybe in a bucket, or a sentencepiece `.model` file. A directory whose only
-        file of a tokenizer is tokenizer.model is a sentencepiece model too.
-    stop_tokens: the texts of the tokens that end a response. None takes those of the directory's
-        generation_config.json, or config.json, and <|endoftext|> where it exists; with the chat
-        template also the end-of-sequence token and the special token behind an answer (<|im_end|>).
-    chat: "template" (transformers' apply_chat_template) or "none" (the contents of the messages as
-        plain text, with what the tokenizer puts around a text, such as <|begin_of_text|>); "auto":
-        the first where there is a template.
-    rows: embedding rows of the model, which may be fewer than the tokenizer's ids.
-    template: date, the day, as 2026-11-27, of one that writes it ("": today); chat_args, more
-        arguments of it, as enable_thinking is of Qwen3's.
+    path: a directory, maybe in a bucket, or a .model file; a directory that has tokenizer.model
+    alone is one too. stop_tokens, chat, template: as the keys tokenizer.* have them. rows:
+    embedding rows of the model, which may be fewer than the tokenizer's ids.
 
     Raises FileNotFoundError for missing files and ValueError for files, stop tokens or templates
     that do not fit; both name the setting to change.

@@ -71,8 +71,7 @@ def dapo_form(answer: str) -> str:
     It is Minerva's (Lewkowycz et al. 2022, appendix D.1): the part after the last "=", without
     articles, spaces, a list of units, quotes and LaTeX wrappers, only the inside of the first
     "$...$", `\frac12` and `\sqrt2` with braces, a string of digits without commas. Words are
-    removed wherever they occur ("banana " loses its "a "): so does the reference, and `strict_form`
-    lists what comes of it.
+    removed wherever they occur ("banana " loses its "a "): so does the reference.
     """
     text = answer.rsplit("=", 1)[-1]
     for old, new in _MINERVA_REPLACED:
