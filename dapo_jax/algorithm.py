@@ -124,8 +124,7 @@ def group_advantage(reward_PG: np.ndarray) -> np.ndarray:
 def informative_groups(correct_PG: np.ndarray) -> np.ndarray:
     """Marks the groups that dynamic sampling keeps (Eq. 11): 0 < correct responses < G.
 
-    `correct_PG` [P, G] is raw correctness as in `correctness_reward`, never a shaped reward: an
-    all-wrong group does not become informative because its length penalties differ. Returns
+    `correct_PG` [P, G] is correctness as in `correctness_reward`, or `above_lowest`. Returns
     bool [P].
     """
     correct_PG = correct_PG > 0

@@ -127,8 +127,7 @@ def head_loss(
         return loss, d_head_DV, *_whole(outputs, target_BT.shape)
 
     leaves, structure = jax.tree.flatten(tokens)
-    one, head, rows = rules.EVERYWHERE, rules.HEAD, rules.BATCH
-    outputs = (one, head, rows, rows, rows, rows)
+    outputs = (rules.EVERYWHERE, rules.HEAD, *[rules.BATCH] * 4)
     split = rules.by_vocabulary(local, mesh, rows=1 + len(leaves), outputs=outputs)
 
     @jax.custom_vjp

@@ -37,7 +37,7 @@ def pack(
 ) -> Batch:
     """Packs the responses of all groups into the rows of a plan: a [B, T] batch.
 
-    weight_PGT: each token's weight in the loss, from algorithm.token_weights. rows, row_tokens:
+    weight_PGT: each token's weight in the loss, from algorithm.token_weights. rows, row_tokens
     and part_multiple: of `plan_update`. routes: (L, A) where the responses have routes. What no
     piece covers stays zero.
     """

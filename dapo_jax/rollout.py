@@ -117,9 +117,8 @@ def collect(
 class PromptOrder:
     """Keeps the first informative groups in prompt order, whatever their lengths.
 
-    Sampling batch after batch, waiting for each, would keep the same. Prompts are issued as slots
-    fall idle, as many as the share of informative groups so far predicts. Other streams change how
-    many are issued, never which groups are kept.
+    Prompts are issued as slots fall idle, as many as the share of informative groups so far
+    predicts. Other streams change how many are issued, never which groups are kept.
 
     informative_share: as of `collect`. groups: the graded ones by cursor; they finish in any order.
     usable: the cursors of those that can be kept, ascending.

@@ -1,1 +1,1 @@
-"""Model definitions: dense decoders and their Hugging Face files."""
+"""Decoders, their weight files and kernels."""

@@ -41,10 +41,7 @@ READERS = 8  # tensors read at a time: one stream from a bucket is far slower th
 
 
 def load_hf(path, *, dtype="float32") -> Transformer:
-    """Loads the model of a Hugging Face directory, as `load_params` gives its parameters.
-
-    Raises as `load_config` and `load_params` do.
-    """
+    """Loads the model of a Hugging Face directory; raises as `load_config`, `load_params` do."""
     config = hf_config.load_config(path)
     graph, _ = abstract_params(config)
     return nnx.merge(graph, load_params(path, config, dtype=dtype))
@@ -83,7 +80,7 @@ def load_params(path, config: ModelConfig, *, dtype, shardings=None) -> dict[str
 def check_files(path, config: ModelConfig, *, needed: bool = False) -> None:
     """Checks the tensors of a directory by their files' headers, before anything is made of sizes.
 
-    needed: a directory without weights will do for a simulation alone. Raises as `load_params`.
+    needed: whether weights have to be there; preflight has none. Raises as `load_params`.
     """
     path = epath.Path(path)
     if needed or (path / WEIGHTS_FILE).exists() or (path / INDEX_FILE).exists():

@@ -1,1 +1,1 @@
-"""The device mesh and the table of sharding rules."""
+"""The device mesh, the tables of sharding rules, and what devices exchange."""

@@ -44,15 +44,6 @@ def named_sharding(mesh: Mesh, axes, shape, rules) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
-def require_whole_heads(kv_heads: int, degree: int) -> None:
-    """Raises ValueError where the key/value heads do not divide over the "model" axis."""
-    if kv_heads % degree:
-        raise ValueError(
-            f"mesh.model = {degree} does not divide the model's {kv_heads} key/value heads, which "
-            f"are split over it; the nearest that does is {math.gcd(kv_heads, degree)}"
-        )
-
-
 def param_shardings(mesh: Mesh, axes_tree, params, rules):
     """Shards every parameter; `axes_tree` is models.parameters.param_axes(params)."""
     return jax.tree.map(

@@ -1,4 +1,4 @@
-"""The only module that knows Orbax: a run's checkpoints.
+"""The only module that imports Orbax: a run's checkpoints.
 
 A checkpoint has a manifest: the digest of each array and of the progress, which every restore
 compares, and the run's `fingerprint`. A damaged checkpoint is set aside, never deleted. Storage

@@ -74,8 +74,7 @@ def any_tokenizer(vocab_size: int) -> types.SimpleNamespace:
 def lowered_programs(built: components.Programs) -> dict[str, jax.stages.Lowered]:
     """Returns the config's programs by name, ready for the compiler: the largest of each kind.
 
-    Prefill is that of the longest prompt, recompute (partial rollouts, episodes) of the longest
-    response, decoding of all rows, the update that of the longest rows.
+    Prefill and the update are those of the longest rows, decoding is that of all rows.
     """
     config, ids = built.config, any_tokenizer(built.sizes.vocab_size)
     sampling = components.sampling(config, ids)

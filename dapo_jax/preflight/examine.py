@@ -79,7 +79,7 @@ class Findings:
 
 
 def examine(config: ConfigDict, topology: str, *, slices: int | None) -> Findings:
-    """Compiles all programs of a config for a topology, and adds up the memory.
+    """Compiles a config's largest programs for a topology, and adds up the memory.
 
     slices: None: the config's. Raises ValueError for settings that cannot work, MemoryError for a
     program that does not fit.

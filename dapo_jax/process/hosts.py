@@ -1,4 +1,4 @@
-"""The only place that knows about processes.
+"""The processes of one program: what they agree on, and how all end.
 
 Every process takes every decision from values that all have, and calls what is collective at the
 same point. What only one of them can know goes through `gather` or `on_main`. Threads of different

@@ -1,8 +1,8 @@
 """Device programs of the engine: prefill into pages, blocks of decode steps, copies of pages.
 
-All run under shard_map on a (data, model) mesh. A data shard has its own pages and slots and but
-for copies exchanges nothing with the others, so that each may leave its loop when its own slots are
-done; heads, feed-forward and vocabulary are split over "model", summed by hand.
+All run under shard_map on the mesh. A data shard has its own pages and slots and but for copies
+exchanges nothing with the others, so that each may leave its loop when its own slots are done;
+heads, feed-forward and vocabulary are split over "model", summed by hand.
 
 Axis letters: B slots of a shard, S tokens of a block, Z streams of requests, and those of
 models.kernels.xla.

@@ -1,10 +1,11 @@
-"""An engine compiles the sampler's programs: prefill, recompute, blocks of decode steps, copies.
+"""An engine compiles the sampler's programs: prefill, blocks of decode steps, copies of pages.
 
 Nothing here decides which request is in which slot: `scheduler` does, and `session` joins the two.
 """
 
 import concurrent.futures
 import functools
+import math
 import os
 
 import jax
@@ -29,8 +30,13 @@ def token_bytes(config: ModelConfig, *, bytes_per_value: int, model_degree: int)
 
     Raises ValueError where the key/value heads do not divide over the "model" axis.
     """
-    rules.require_whole_heads(config.num_kv_heads, model_degree)
-    heads = config.num_kv_heads // model_degree
+    heads, left = divmod(config.num_kv_heads, model_degree)
+    if left:
+        raise ValueError(
+            f"mesh.model = {model_degree} does not divide the model's {config.num_kv_heads} "
+            "key/value heads, which are split over it; the nearest that does is "
+            f"{math.gcd(config.num_kv_heads, model_degree)}"
+        )
     return 2 * config.num_layers * heads * config.head_dim * bytes_per_value
 
 

@@ -1,7 +1,7 @@
 """Continuous batching: decides which request is in which slot, and which cache pages it has.
 
 Host only, no jax and no token values: the session drives a `Scheduler` between blocks of decode
-steps, and so do preflight's simulation and the tests, with scripted lengths:
+steps, and so do experiments/preflight and the tests, with scripted lengths:
 
     scheduler.submit(group, prompt_tokens, limits)     a group waits in the queue
     plan = scheduler.next_block()                      queue -> a shard's ready samples -> slots
@@ -51,10 +51,8 @@ class Scheduler:
         self._admissions = 0
         # By their keys: they keep their pages until their environments have answered.
         self._parked: dict[tuple[Hashable, int], Sample] = {}
-        self._pages, self._prompt_pages = (
-            Pages(shards, cache.pages),
-            Pages(shards, cache.prompt_pages),
-        )
+        self._pages = Pages(shards, cache.pages)
+        self._prompt_pages = Pages(shards, cache.prompt_pages)
 
     def submit(
         self,

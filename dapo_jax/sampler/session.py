@@ -84,8 +84,7 @@ class Session:
 
     With partial rollouts it may go on with newer weights (`pause`, `resume`): responses under way
     keep their pages, whose keys and values stay those of the weights that made them (as in
-    PipelineRL, arXiv 2509.19128). stats: the work since the weights came, with the wall seconds of
-    "prefill", "decode" and "host".
+    PipelineRL, arXiv 2509.19128). stats: the work since the weights came.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Every refusal of a run's settings, each with the value, the limit and the key to change."""
+"""Refusals of a run's settings, each with the value, the limit and the key to change."""
 
 import dataclasses
 from collections.abc import Iterator

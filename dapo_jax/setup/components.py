@@ -17,7 +17,7 @@ from dapo_jax import hub, learner
 from dapo_jax.episodes import Environments
 from dapo_jax.losses import takes_old_logp
 from dapo_jax.rollout import StepPlan, success_by
-from dapo_jax.sampler.cache import SPREAD_READERS, Cache, plan_cache
+from dapo_jax.sampler.cache import SPREAD_READERS, Cache, plan_cache, round_up
 from dapo_jax.sampler.decode import Sampling
 from dapo_jax.sampler.engine import Engine, token_bytes
 from dapo_jax.sampler.session import Stream
@@ -81,8 +81,7 @@ class Programs:
             programs = dict(zip(lowered, compiled, strict=True))
 
         def run(name, policy, start_weights, batch, *rate):
-            program = programs[batch.tokens_BT.shape[-1], name]
-            return program(policy, start_weights, batch, *rate)
+            return programs[batch.tokens_BT.shape[-1], name](policy, start_weights, batch, *rate)
 
         return {name: functools.partial(run, name) for _, name in programs}
 
@@ -236,13 +235,10 @@ def load_data(
     return Data(train, eval_sets)
 
 
-def environments(config: ConfigDict, data: Data, tokenizer: Tokenizer) -> Environments | None:
-    """Makes what answers the turns of a session's episodes; None where no set has any."""
-    sets = [dataset for dataset in data.sets.values() if dataset.environment]
-    if not sets:
-        return None
+def environments(config: ConfigDict, data: Data, tokenizer: Tokenizer) -> Environments:
+    """Makes what answers the turns of a session's episodes."""
     return Environments(
-        {dataset.prompts[0].key: dataset.environment for dataset in sets},
+        {it.prompts[0].key: it.environment for it in data.sets.values() if it.environment},
         tokenizer,
         max_turns=config.rollout.max_turns,
         on_failure=config.rollout.on_environment_failure,
@@ -313,8 +309,7 @@ def programs(config: ConfigDict, vocab_size: int, *, devices=None) -> Programs:
     kernels = kernels_for(config.model.kernels, platform_of(mesh))
     kernels = kernels.of_pages(kernels.page_tokens(config.rollout.page_tokens, sizes.head_dim))
     r, row_tokens, multiple = config.rollout, config.learner.row_tokens, kernels.part_multiple
-    longest = r.max_prompt_tokens - 1 + -(r.max_prompt_tokens - 1) % multiple
-    longest += r.max_response_tokens
+    longest = round_up(r.max_prompt_tokens - 1, multiple) + r.max_response_tokens
     if multiple > 1 and 0 < row_tokens < longest:
         raise ValueError(
             f"learner.row_tokens = {row_tokens} does not hold the longest response, which begins "
@@ -324,7 +319,9 @@ def programs(config: ConfigDict, vocab_size: int, *, devices=None) -> Programs:
     graph, params = abstract_params(sizes)
     shardings = rules.param_shardings(mesh, param_axes(params), params, rules.LEARNER)
     weights = jax.eval_shape(lambda p: optax.tree.cast(p, config.model.compute_dtype), params)
-    trained = abstract_adapters(sizes, settings.lora) if settings.lora else params
+    trained = params
+    if lora := settings.lora:
+        trained = jax.eval_shape(lambda: init_adapters(sizes, lora, key=jax.random.key(0)))
     state = jax.eval_shape(functools.partial(learner.init_state, settings=settings), trained)
     state_shardings = rules.param_shardings(mesh, param_axes(state), state, rules.LEARNER)
 
@@ -378,11 +375,6 @@ def lora_of(config: ConfigDict) -> Lora | None:
     if not c.lora_rank:
         return None
     return Lora(rank=c.lora_rank, alpha=c.lora_alpha, targets=tuple(c.lora_targets))
-
-
-def abstract_adapters(sizes: ModelConfig, lora: Lora) -> dict:
-    """Returns the shapes of LoRA's factors."""
-    return jax.eval_shape(lambda: init_adapters(sizes, lora, key=jax.random.key(0)))
 
 
 def update_settings(

@@ -75,8 +75,12 @@ def load_dataset(
             at_once = min(BEGUN_AT_ONCE, open_environments or BEGUN_AT_ONCE)
             examples = [prompt.example for prompt in prompts]
             environment, examples = begun(environment, examples, key, at_once=at_once)
-            prompts, longer = tokenize(examples, tokenizer, key, **limit)
-            overlong += longer
+            if any(example.opening for example in examples):
+                prompts, longer = tokenize(examples, tokenizer, key, **limit)
+                overlong += longer
+            else:
+                pairs = zip(prompts, examples, strict=True)
+                prompts = [dataclasses.replace(prompt, example=it) for prompt, it in pairs]
         lengths = [len(prompt.token_ids) for prompt in prompts]
         report = dataclasses.replace(
             report,

@@ -1,4 +1,4 @@
-"""The table of which kernels run on which hardware: the only place that chooses by the platform."""
+"""The table of which kernels run on which platform: the only place that chooses them."""
 
 import dataclasses
 import functools
