@@ -17,7 +17,7 @@ STUDY = Study(
         "float32": "model.compute_dtype=float32",
         "bfloat16_before": BF16,
         "bfloat16": BF16,
-        "exact": BF16,
+        "exact": f"{BF16} learner.spread_start=False",
         "learner": f"{BF16} algo.old_logprobs=learner",
         "tis": f"{BF16} algo.old_logprobs=learner algo.tis_cap=2.0",
     },
