@@ -161,7 +161,7 @@ class Environments:
                 said.append({"role": "environment", "content": reason})
                 return End(Status.STOPPED, {}, Verdict(False, None, LEFT_OUT, 0.0), said)
             numbered = enumerate(turns, start=1)
-            return reason + "".join(f"\n  turn {i}: {text!r:.300}" for i, text in numbered)
+            return reason + "".join(f"; turn {i}: {text!r:.300}" for i, text in numbered)
 
     def _answered(self, where: Where, prompt: Prompt, response: Response, room: int) -> Answer:
         with self._lock:

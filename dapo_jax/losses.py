@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dapo_jax import algorithm
-from dapo_jax.outside import imported
+from dapo_jax.outside import imported, running
 from dapo_jax.types import Batch
 
 
@@ -94,8 +94,43 @@ POLICY_LOSSES = {"clip": clip, "cispo": cispo, "none": unbounded}
 
 
 def function_of(key: str, name: str) -> Callable:
-    """Returns the function that algo.<key> names; ValueError where it cannot be imported."""
-    return imported(f"algo.{key} = {name!r}", name) if ":" in name else CUSTOM[key][name]
+    """Returns the function that algo.<key> names; ValueError where it cannot be imported.
+
+    A custom one raises ValueError where it fails, and a loss where it returns something else.
+    """
+    if ":" not in name:
+        return CUSTOM[key][name]
+    setting = f"algo.{key} = {name!r}"
+    function = imported(setting, name)
+
+    def custom(*arguments):
+        with running(setting, name):
+            returned = function(*arguments)
+        if key == "policy_loss":
+            require_loss(setting, returned, arguments[1])
+        return returned
+
+    return custom
+
+
+# What an update has of its own, beside the indicators.
+OWN = {"tokens", "on_policy", "entropy", "mean_prob", "ratio_gap", "kl"}
+OWN |= {"loss", "grad_norm", "taken", "bad", "empty"}
+
+
+def require_loss(setting: str, returned, logp) -> None:
+    """Refuses what is no (loss, indicators) with a value for each token of logp (ValueError)."""
+    if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict)):
+        raise ValueError(f"{setting} has to return (the tokens' loss, a dict of indicators)")
+    loss, indicators = returned
+    for what, values in {"the loss": loss, **indicators}.items():
+        if jnp.shape(values) != logp.shape:
+            raise ValueError(
+                f"{setting}: {what} is an array {list(jnp.shape(values))}: there has to be a value "
+                f"for each token, {list(logp.shape)}"
+            )
+    if taken := ", ".join(sorted(OWN & indicators.keys())):
+        raise ValueError(f"{setting}: rename the indicators {taken}, which an update has already")
 
 
 def sampler_weight(tokens: Batch, *, cap: float):

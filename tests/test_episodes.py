@@ -458,7 +458,7 @@ def plays(running, texts, **how):
 @pytest.mark.parametrize(
     ("failures", "says", "message"),
     [
-        (3, (), r"rows, row 3: x:Broken.step failed: OSError: the server is gone\n  turn 1: 'a'"),
+        (3, (), r"rows, row 3: x:Broken.step failed: OSError: the server is gone; turn 1: 'a'"),
         (1, ("first", "other", "third"), "answers .*third.* to a turn to which .*first.* before"),
     ],
 )

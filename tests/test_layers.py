@@ -22,9 +22,9 @@ FLOORS = (
     ("dapo_jax.sampler", "dapo_jax.learner", "dapo_jax.grading"),
     ("dapo_jax.logprobs", "dapo_jax.losses", "dapo_jax.episodes"),
     ("models", "dapo_jax.tasks", "dapo_jax.packing"),
+    ("dapo_jax.outside",),
     ("dapo_jax.verifier", "dapo_jax.process"),
     ("sharding", "configs", "dapo_jax.types", "dapo_jax.printable", "dapo_jax.algorithm"),
-    ("dapo_jax.outside",),
 )
 PACKAGES = ("dapo_jax", "models", "sharding", "configs", "experiments")
 FLOOR_OF = {room: len(FLOORS) - i for i, rooms in enumerate(FLOORS) for room in rooms}

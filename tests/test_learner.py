@@ -31,6 +31,7 @@ from updates import (
 
 from dapo_jax import learner
 from dapo_jax.learner import init_state, scheduled_rate
+from dapo_jax.losses import OWN
 from dapo_jax.setup import components
 from models.kernels import KERNELS
 from models.qwen2 import PRESETS
@@ -119,6 +120,7 @@ def test_an_environments_tokens_are_read_and_never_trained_on(params, data, loss
 
 def test_the_metrics_are_means_over_the_response_tokens(params, data):
     metrics = run_update(params, batch_of(data))[1]
+    assert {"tokens"} | {name for name in metrics if "/" not in name} == OWN
     logp, logp_NV = plain_logp(params, data)
     ratio = np.exp(logp - np.concatenate(data.behavior_logp))
     advantage = np.repeat(data.advantage_R, data.length_R)

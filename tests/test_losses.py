@@ -282,3 +282,25 @@ def test_a_preset_has_its_papers_gradient_in_every_layout(preset, layout, change
     assert largest > 0
     for ours, theirs in zip(found, by_hand, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * largest)
+
+
+@pytest.mark.parametrize(
+    ("returned", "refusal"),
+    [
+        (lambda logp: logp, r"has to return \(the tokens' loss, a dict of indicators\)"),
+        (lambda logp: (logp[:, None], {}), r"the loss is an array \[3, 1\]: .* each token, \[3\]"),
+        (lambda logp: (logp.mean(), {}), r"the loss is an array \[\]"),
+        (lambda logp: (logp, {"cut": 0.5}), r"cut is an array \[\]"),
+        (lambda logp: (logp, {"entropy": logp}), "rename the indicators entropy"),
+        (lambda logp: logp.nothing, r"failed in \S*gspo.py \(AttributeError.*nothing"),
+    ],
+)
+def test_a_loss_from_outside_that_is_none_is_refused_by_name(returned, refusal, monkeypatch):
+    """One of [C, 1], or its mean, was trained on; others were tracebacks, or had no name."""
+
+    def mine(logp_pair, logp, tokens, settings):
+        return returned(logp)
+
+    monkeypatch.setattr("gspo.mine", mine, raising=False)
+    with pytest.raises(ValueError, match=f"algo.policy_loss = 'gspo:mine'.*{refusal}"):
+        losses.function_of("policy_loss", "gspo:mine")(None, jnp.zeros(3), None, None)

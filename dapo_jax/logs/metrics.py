@@ -10,14 +10,12 @@ import contextlib
 import dataclasses
 import math
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from dapo_jax.outside import imported
-from dapo_jax.process.failures import brief
+from dapo_jax.outside import imported, running
 from dapo_jax.types import GAVE_UP, Response, Rollouts, RolloutStats
 
 STATE, TOKENS, LOGP, VERDICTS = "digest/state", "digest/tokens", "digest/logp", "digest/verdicts"
@@ -329,23 +327,18 @@ def step_row(step: Step) -> dict[str, float]:
     }
     values = dict.fromkeys(metric.key for metric in METRICS) | given  # in the order of the table
     values |= {metric.key: metric.value(step) for metric in METRICS if metric.value}
-    for key, metric in own_metrics(step.config.log.metrics).items():
-        try:
+    names = step.config.log.metrics
+    for (key, metric), name in zip(own_metrics(names).items(), names, strict=True):
+        with running(f"log.metrics: {key} of step {step.step}", name):
             values[key] = metric(step)
-        except Exception as error:
-            *_, place = traceback.extract_tb(error.__traceback__)
-            raise ValueError(
-                f"log.metrics: {key} of step {step.step} failed in line {place.lineno} of "
-                f"{place.filename} ({brief(error)}); mend it or leave it out, and give the same "
-                "command again"
-            ) from error
     row = {}
     for key, value in values.items():
         if value is not None:
             is_numpys = isinstance(value, np.generic | np.ndarray) and value.size == 1
             row[key] = value.item() if is_numpys else value
             if not isinstance(row[key], bool | int | float):
-                raise ValueError(f"metric {key!r} of step {step.step} is not a number: {value!r}")
+                text = f"log.metrics: {key} of step {step.step} gives {value!r:.80}, no number"
+                raise ValueError(text)
     return row
 
 

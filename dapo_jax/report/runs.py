@@ -192,6 +192,8 @@ def own_metrics(runs: Mapping[str, Run]) -> list[Metric]:
     keys = set().union(*(run.rows for run in runs.values())) - {metric.key for metric in METRICS}
     whose = {True: ", the task's own", False: ""}
     names = {it: it.removeprefix(TASK).replace("_", " ") + whose[TASK in it] for it in sorted(keys)}
+    taken = {metric.summary for metric in METRICS}
+    names |= {key: f"{name}, your own" for key, name in names.items() if name in taken}
     return [
         Metric(key, "", "", panel=name, summary=name)
         for key, name in names.items()
