@@ -39,7 +39,8 @@ def running(setting: str, name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        file = sys.modules[name.partition(":")[0]].__file__
+        module = name.partition(":")[0]
+        file = getattr(sys.modules[module], "__file__", None) or module  # a notebook has none
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == file]
         place = f"line {lines[-1]} of {file}" if lines else file
